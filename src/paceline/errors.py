@@ -1,0 +1,96 @@
+"""Every error that Paceline raises of its own, and the record of a failure that travels between workers.
+
+    PacelineError
+     +-- UsageError (ValueError)        what was given cannot be honoured: change the job, the plan or the call
+     |    +-- PlanError                 the plan does not parse, or does not fit the workers or the batch
+     +-- MismatchError                  ranks disagree: other calls, another model, another batch
+     +-- PeerError                      another worker failed first; `.failure` says which, where and why
+     +-- DeadlineError (TimeoutError)   a wait took longer than it may
+
+An exception from the user's own code is never wrapped: it keeps its type and traceback and gains a note.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+
+class PacelineError(Exception):
+    """The root of all errors that Paceline raises of its own."""
+
+
+class UsageError(PacelineError, ValueError):
+    """What was given cannot be honoured; the message says what was given, what is allowed and what to do."""
+
+
+class PlanError(UsageError):
+    """A plan does not parse, or does not fit the workers, the job or the batch."""
+
+
+class MismatchError(PacelineError):
+    """Ranks that must do the same did not: another call, shape, dtype, model or batch."""
+
+
+class DeadlineError(PacelineError, TimeoutError):
+    """A wait for another worker took longer than the transport's time-out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first thing that went wrong on one worker, in words that can be sent to every other.
+
+    `step` counts optimizer steps from 1, `micro_batch` from 0 within the global batch; both are None
+    outside of a step. `trace` is the formatted traceback.
+    """
+
+    rank: int
+    error: str
+    message: str
+    step: int | None = None
+    micro_batch: int | None = None
+    doing: str = ""
+    trace: str = ""
+
+    @classmethod
+    def of(
+        cls, error: BaseException, *, rank: int, step: int | None = None, micro_batch: int | None = None, doing: str = ""
+    ) -> Failure:
+        """Return the record of `error`; of a `PeerError` the record it carries, so that the first failure stays the first."""
+        if isinstance(error, PeerError):
+            return error.failure
+        return cls(
+            rank=rank,
+            error=type(error).__name__,
+            message=str(error),
+            step=step,
+            micro_batch=micro_batch,
+            doing=doing,
+            trace="".join(traceback.format_exception(error)),
+        )
+
+    @property
+    def where(self) -> str:
+        """Where it happened: `rank 1, step 3, micro-batch 2, forward`."""
+        parts = [f"rank {self.rank}"]
+        if self.step is not None:
+            parts.append(f"step {self.step}")
+        if self.micro_batch is not None:
+            parts.append(f"micro-batch {self.micro_batch}")
+        if self.doing:
+            parts.append(self.doing)
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.error}: {self.message}"
+
+
+class PeerError(PacelineError):
+    """Another worker failed first, and this one stopped because of it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"stopped because another worker failed: {failure}")
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[Failure]]:
+        return type(self), (self.failure,)
