@@ -1,0 +1,101 @@
+"""Every sample once, in order, whoever computed it: losses, metrics and predictions folded from all workers' parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.data.join import concatenate
+from paceline.errors import UsageError
+from paceline.worker.worker import Evaluated
+
+
+def default_predict(model: nn.Module, batch: Any) -> Any:
+    """Return `model(x)` of an `(x, y)` batch, or `model(batch)` of a tensor."""
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return model(batch[0])
+    raise UsageError(
+        f"metrics and predictions of a {type(batch).__name__} batch need to know what to call; "
+        "pass Job(predict=lambda model, batch: ...)"
+    )
+
+
+def default_target(batch: Any) -> Any:
+    """Return `y` of an `(x, y)` batch."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[1]
+    raise UsageError(f"metrics of a {type(batch).__name__} batch need to know the targets; pass Job(target=lambda batch: ...)")
+
+
+def in_order(parts: Iterable[Mapping[int, Evaluated]]) -> list[Evaluated]:
+    """Return all ranks' parts of one global batch in the order of their micro-batches."""
+    merged = {micro_batch: value for part in parts for micro_batch, value in part.items()}
+    return [merged[micro_batch] for micro_batch in sorted(merged)]
+
+
+class MetricFold:
+    """Metrics over a stream of batches; used on one rank, so that each sample counts once."""
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self._objects = {name: metric for name, metric in metrics.items() if hasattr(metric, "update")}
+        self._functions: dict[str, Callable[[Any, Any], Any]] = {
+            name: metric for name, metric in metrics.items() if name not in self._objects
+        }
+        self._seen: list[Evaluated] = []
+        for metric in self._objects.values():
+            if hasattr(metric, "reset"):
+                metric.reset()
+
+    def update(self, part: Evaluated) -> None:
+        """Take in the next micro-batch."""
+        for metric in self._objects.values():
+            metric.update(part.outputs, part.targets)
+        if self._functions:
+            self._seen.append(part)
+
+    def compute(self) -> dict[str, float]:
+        """Return the value of every metric; empty where nothing was seen."""
+        values: dict[str, float] = {}
+        with contextlib.ExitStack() as stack:
+            for name, metric in self._objects.items():
+                stack.enter_context(_without_sync(metric))
+                values[name] = _number(name, metric.compute())
+        if self._functions:
+            predictions = join_outputs(self._seen)
+            targets = concatenate([part.targets for part in self._seen], [part.rows for part in self._seen])
+            values.update({name: _number(name, function(predictions, targets)) for name, function in self._functions.items()})
+        return values
+
+
+@contextlib.contextmanager
+def _without_sync(metric: Any) -> Iterator[None]:
+    """Keep torchmetrics from adding up over processes: this rank has seen all samples, and it is alone here."""
+    before = getattr(metric, "sync_on_compute", None)
+    if before is not None:
+        metric.sync_on_compute = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            metric.sync_on_compute = before
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"metric {name!r} came to {value!r}, which is not one number; return a number") from None
+
+
+def join_outputs(parts: Sequence[Evaluated]) -> Any:
+    """Return the outputs of consecutive micro-batches as one, of the same structure."""
+    if not parts:
+        raise UsageError("there is nothing to predict: the data is empty")
+    return concatenate([part.outputs for part in parts], [part.rows for part in parts])
