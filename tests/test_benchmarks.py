@@ -15,7 +15,7 @@ from benchmarks.data_parallel.workloads import NUM_BATCHES, WORKLOADS
 from benchmarks.harness import BenchmarkError
 
 RESULTS = sorted(Path(tables.__file__).parent.glob("*/results/*.json"))
-FACTS = (
+FACTS = {
     "command",
     "commit",
     "versions",
@@ -28,7 +28,7 @@ FACTS = (
     "workers",
     "threads",
     "settings",
-)
+}
 TINY_CASE = ["paceline, threads", "paceline, processes", DDP]
 
 

@@ -1,0 +1,1 @@
+"""Measurements of Paceline beside what else there is; see README.md."""

@@ -1,0 +1,166 @@
+"""Build the tables of README.md from the results, or check that they are up to date.
+
+python -m benchmarks.tables            write them
+python -m benchmarks.tables --check    exit with 1 where they are not what the results give
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE / "README.md"
+MARKED = re.compile(r"(<!-- table: (?P<file>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+REFERENCES = {"torch DDP": "DDP", "no communication": "limit"}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of some numbers, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread:
+        """Return the spread of at least one number.
+
+        >>> Spread.of([3.0, 1.0, 2.0, 5.0, 4.0])
+        Spread(median=3.0, low=2.0, high=4.0)
+        """
+        if len(numbers) == 1:
+            return cls(numbers[0], numbers[0], numbers[0])
+        low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+def turn_times(workload: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return each contender's seconds per step, one number for each turn, in the order of the turns.
+
+    A turn's number is the mean over its steps, so that what happens only now and then counts too; of its processes the slowest.
+    """
+    times: dict[str, list[float]] = {}
+    for sitting in workload["sittings"]:
+        for turn in sorted(sitting["turns"], key=lambda turn: turn["round"]):
+            slowest = max(statistics.fmean(seconds) for seconds in turn["seconds"])
+            times.setdefault(turn["contender"], []).append(slowest)
+    return times
+
+
+def cpu_times(workload: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return each contender's processor seconds per step, its processes and threads together, one number for each turn."""
+    times: dict[str, list[float]] = {}
+    for sitting in workload["sittings"]:
+        for turn in sitting["turns"]:
+            times.setdefault(turn["contender"], []).append(sum(turn["cpu_seconds"]) / len(turn["seconds"][0]))
+    return times
+
+
+def ratios(mine: Sequence[float], reference: Sequence[float]) -> Spread:
+    """Return the spread of a contender's times over those of another in the same rounds."""
+    return Spread.of([a / b for a, b in zip(mine, reference, strict=True)])
+
+
+def memory(workload: Mapping[str, Any], contender: str) -> tuple[float, float, float]:
+    """Return MB: the highest peak of a process, the sum of the peaks, and the sum of what lies above the idle processes."""
+    highest, total, above = 0.0, 0.0, 0.0
+    for sitting in workload["sittings"]:
+        processes = sitting["memory"][contender]
+        highest = max(highest, *(process["peak_bytes"] for process in processes))
+        total = max(total, sum(process["peak_bytes"] for process in processes))
+        above = max(above, sum(process["peak_bytes"] - process["idle_bytes"] for process in processes))
+    return highest / 1e6, total / 1e6, above / 1e6
+
+
+def data_parallel(result: Mapping[str, Any]) -> str:
+    """Return the tables of a result of benchmarks/data_parallel."""
+    return "\n".join([_conditions(result), *(_workload(name, each) for name, each in result["workloads"].items())])
+
+
+def _conditions(result: Mapping[str, Any]) -> str:
+    hardware, versions, settings = result["hardware"], result["versions"], result["settings"]
+    fused = ", fused" if result["optimizer"]["fused"] else " as torch sets it up by default"
+    loads = [turn["load"] for each in result["workloads"].values() for sitting in each["sittings"] for turn in sitting["turns"]]
+    load = Spread.of(loads)
+    busy = (
+        "**The machine was busy with other work.** Step times and ratios tell little then: a contender that keeps one core busy "
+        "suffers less than one that needs two at once, and threads that wait by spinning suffer most. CPU time and memory hold.\n"
+    )
+    return (
+        f"`{result['command']}` on {result['started'][:10]}, commit {result['commit'] or '(none yet)'}; "
+        f"Python {versions['python']}, torch {versions['torch']}, Paceline {versions['paceline']}; {hardware['cores']} cores of "
+        f"{hardware['processor']}, {hardware['memory_bytes'] / 2**30:.0f} GiB, {hardware['system']}; {result['dtype']}, "
+        f"AdamW{fused}, seed {result['seed']}. {settings['sittings']} sittings of {settings['rounds']} rounds, "
+        f"{settings['steps']} timed steps a turn. The machine's load average during the turns: median {load.median:.1f}, quartiles "
+        f"{load.low:.1f} to {load.high:.1f}, of which the benchmark itself is 1 to 2.\n"
+        + (f"\n{busy}" if load.median > 1.5 * hardware["cores"] else "")
+    )
+
+
+def _workload(name: str, workload: Mapping[str, Any]) -> str:
+    times = turn_times(workload)
+    references = {short: times[full] for full, short in REFERENCES.items() if full in times}
+    processor = cpu_times(workload)
+    head = ["", "step, ms", *(f"of {short}" for short in references), "CPU time, ms"]
+    head += ["peak per process, MB", "in total, MB", "above idle, MB"]
+    lines = [
+        f"**{name}**: {workload['words']}; {workload['parameters'] / 1e6:.1f} M parameters, {workload['rows']} rows a step.\n",
+        f"| {' | '.join(head)} |",
+        f"| --- |{' ---: |' * (len(head) - 1)}",
+    ]
+    for contender, numbers in times.items():
+        spread = Spread.of([1e3 * number for number in numbers])
+        cells = [contender, _spread(spread, 1 if spread.median >= 10 else 2)]
+        cells += [_spread(ratios(numbers, reference), 2) for reference in references.values()]
+        cells.append(_spread(Spread.of([1e3 * number for number in processor[contender]]), 1 if spread.median >= 10 else 2))
+        cells += [f"{number:.0f}" for number in memory(workload, contender)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _spread(spread: Spread, digits: int) -> str:
+    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+
+
+BUILDERS: dict[str, Callable[[Mapping[str, Any]], str]] = {"data_parallel": data_parallel}
+
+
+def render(page: str, folder: Path = HERE) -> str:
+    """Return a page with every marked table built from the result that its marker names, `KIND/results/NAME.json`."""
+
+    def build(match: re.Match[str]) -> str:
+        file = match["file"]
+        result = json.loads((folder / file).read_text())
+        return f"{match[1]}{BUILDERS[file.split('/')[0]](result)}{match[3]}"
+
+    return MARKED.sub(build, page)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write the tables, or say whether they are up to date."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tables", description="Build the tables of README.md from the results."
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is not up to date")
+    arguments = parser.parse_args(words)
+    page = PAGE.read_text()
+    built = render(page)
+    if arguments.check and built != page:
+        print("benchmarks/README.md is not what its results give; run python -m benchmarks.tables", file=sys.stderr)
+        return 1
+    if not arguments.check:
+        PAGE.write_text(built)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
