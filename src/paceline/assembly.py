@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import PlanError, UsageError
+from paceline.checkpoint import load_weights, weight_misfits
+from paceline.errors import Failure, PlanError, UsageError
 from paceline.job import Job
 from paceline.layout import Layout
 from paceline.plan import Plan
@@ -100,7 +101,8 @@ def _join(job: Job, plan: Plan, environment: Environment | None, devices: Device
         objectives = _objectives(job, model, plan, end, None, owner=None)
         check_same_model(model, end)
         worker = Worker(job, model, objectives, end, layout, device, masks=ProcessMasks(), shared_weights=False, traced=traced)
-    except BaseException:
+    except BaseException as error:
+        end.fail(Failure.of(error, rank=end.rank, doing="making the workers"))
         end.close()
         raise
     started_by = environment.started_by if environment is not None else "torch.distributed"
@@ -172,6 +174,13 @@ def build_model(job: Job) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise UsageError(f"the function {job.model!r} returned {model!r}; return an nn.Module")
     check_initialised(model)
+    if job.weights is not None:
+        weights = load_weights(job.weights)
+        misfits = weight_misfits(weights, model.state_dict())
+        if misfits:
+            shown, path = "; ".join(str(misfit) for misfit in misfits[:5]), os.fspath(job.weights)
+            raise UsageError(f"weights={path!r} are not those of {type(model).__name__}: {shown}; nothing was loaded")
+        model.load_state_dict(weights)
     return model
 
 

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from paceline.data.join import concatenate
 from paceline.errors import UsageError
 from paceline.worker.worker import Evaluated
+
+ASKS_FOR_OTHERS = "distributed_available_fn"  # torchmetrics' own name for the function that says whether there are other processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Which evaluation is the best so far, and when to stop waiting for a better one.
+
+    Args:
+        metric: `loss`, or the name of one of the job's metrics.
+        mode: `min` where less is better, `max` where more is.
+        patience: stop after so many evaluations in a row without a better one; None never stops.
+
+    >>> Best(metric="accuracy", mode="max").improves(0.9, 0.8)
+    True
+    """
+
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise UsageError(f"mode={self.mode!r} is neither 'min' nor 'max'")
+        if self.patience is not None and self.patience < 1:
+            raise UsageError(f"patience={self.patience!r} is not at least 1; leave it out to train to the end")
+
+    def improves(self, value: float, before: float | None) -> bool:
+        """Return whether a value is better than the best before it; not a number never is."""
+        if math.isnan(value):
+            return False
+        return before is None or (value < before if self.mode == "min" else value > before)
 
 
 def default_predict(model: nn.Module, batch: Any) -> Any:
@@ -75,14 +109,19 @@ class MetricFold:
 @contextlib.contextmanager
 def _without_sync(metric: Any) -> Iterator[None]:
     """Keep torchmetrics from adding up over processes: this rank has seen all samples, and it is alone here."""
-    before = getattr(metric, "sync_on_compute", None)
-    if before is not None:
-        metric.sync_on_compute = False
+    parts = [part for part in (metric.modules() if isinstance(metric, nn.Module) else [metric]) if hasattr(part, ASKS_FOR_OTHERS)]
+    before = [getattr(part, ASKS_FOR_OTHERS) for part in parts]
+    for part in parts:
+        setattr(part, ASKS_FOR_OTHERS, _nobody)
     try:
         yield
     finally:
-        if before is not None:
-            metric.sync_on_compute = before
+        for part, function in zip(parts, before, strict=True):
+            setattr(part, ASKS_FOR_OTHERS, function)
+
+
+def _nobody() -> bool:
+    return False
 
 
 def _number(name: str, value: Any) -> float:

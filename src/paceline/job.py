@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -46,6 +47,8 @@ class Job:
         target: `target(batch)` returns what predictions are compared with; by default `y` of an `(x, y)` batch.
         metrics: by name, functions `metric(predictions, targets)` over all samples, or objects with `update`, `compute`, `reset`.
         sample: `sample(model)` returns text to show after training.
+        weights: what to start from instead of the model's own initial weights: a `.safetensors` file, a checkpoint, the folder of
+            a run, or a Hugging Face folder.
         epochs: how long to train by default, in passes over the data.
         steps: how long to train by default, in optimizer steps.
         seed: start of every random stream: weights, order of the data, augmentation, masks.
@@ -85,6 +88,7 @@ class Job:
     target: Callable[[Any], Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     sample: Callable[[nn.Module], str] | None = None
+    weights: str | os.PathLike[str] | None = None
     epochs: int | None = None
     steps: int | None = None
     seed: int = 0
@@ -99,7 +103,13 @@ class Job:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module) and not callable(self.model):
             raise UsageError(f"model={self.model!r} is neither an nn.Module nor a function that builds one")
+        for field_name in ("count", "predict", "target", "sample", "collate"):
+            value = getattr(self, field_name)
+            if value is not None and not callable(value):
+                raise UsageError(f"{field_name}={value!r} is not a function")
         losses, optimizers = self.losses, self.optimizers
+        if not losses:
+            raise UsageError("loss={} names no loss; pass loss=lambda model, batch: ..., or a dict of at least one")
         for name, loss in losses.items():
             if not callable(loss):
                 raise UsageError(f"loss{_of(name)}={loss!r} is not a function; pass loss=lambda model, batch: ...")
@@ -110,6 +120,9 @@ class Job:
             )
         for name, optimizer in optimizers.items():
             self._check_optimizer(name, optimizer)
+        for name, scheduler in (self.scheduler if isinstance(self.scheduler, Mapping) else {"loss": self.scheduler}).items():
+            if scheduler is not None and not callable(scheduler):
+                raise UsageError(f"scheduler{_of(name)}={scheduler!r} is not a function; pass scheduler=lambda optimizer: ...")
         if isinstance(self.scheduler, Mapping) and not set(self.scheduler) <= set(losses):
             raise UsageError(f"scheduler names {_names(self.scheduler)} are not among the losses {_names(losses)}; rename them")
         if self.scheduler_every not in ("step", "epoch"):
@@ -119,7 +132,7 @@ class Job:
         _check_whole("num_workers", self.num_workers, least=0)
         if not isinstance(self.seed, int):
             raise UsageError(f"seed={self.seed!r} is not a whole number")
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise UsageError(f"clip_norm={self.clip_norm!r} is not above 0; pass the largest norm, or math.inf to report it only")
         for buffer, rule in self.buffers.items():
             if not callable(rule) and rule not in BUFFER_RULES:

@@ -6,24 +6,31 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.assembly import Assembly, assemble
+from paceline.checkpoint import Checkpoints, State
 from paceline.data.contents import digest
-from paceline.data.local import LocalBatch, cut
+from paceline.data.local import LocalBatch
 from paceline.data.order import Position
 from paceline.data.source import Source
 from paceline.errors import Failure, PeerError, UsageError
-from paceline.evaluation import MetricFold, default_predict, default_target, in_order, join_outputs
+from paceline.evaluation import Best, MetricFold, default_predict, default_target, in_order, join_outputs
+from paceline.feed import Feed
 from paceline.job import Job
 from paceline.plan import Plan
 from paceline.report.reports import EvaluationReport, Logger, StepReport
+from paceline.resume import facts_of, find_problems, put_back, take_state
+from paceline.stopping import use_stop_signals
 from paceline.trace import Trace
 from paceline.transport.base import Transport
 from paceline.worker.worker import Evaluated, Outcome, Share, Worker
@@ -46,6 +53,7 @@ class Trainer:
         timeout_s: longest wait for another worker, in seconds.
         total_steps: number of optimizer steps, for a scheduler that wants to know, where neither `batches` nor `fit` is told.
         trace: record when each worker did what.
+        objects: further things with `state_dict` and `load_state_dict` that checkpoints shall hold, by name.
 
     Raises:
         UsageError: the plan, the job and the workers do not fit.
@@ -72,6 +80,7 @@ class Trainer:
         timeout_s: float = 600.0,
         total_steps: int | None = None,
         trace: bool = False,
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
             raise UsageError(f"timeout_s={timeout_s!r} is not a number of seconds above 0; every wait has an end")
@@ -83,13 +92,28 @@ class Trainer:
         self.position = Position()
         self.steps_done = 0
         self.total_steps = total_steps
-        self._source: Source | None = None
+        alone = self._assembly.transport == "threads"
+        self._feed = Feed(
+            job,
+            self.plan,
+            range(self.plan.micro_batches or 1) if alone else self.layout.micro_batches_of(self.rank),
+            uses_gpu=self._first.device.type == "cuda",
+            announcing=functools.partial(_announcing, self._assembly),
+        )
         self._epoch_loss: tuple[Any, Any] = (0.0, 0.0)
+        self._objects = dict(objects or {})
+        self._stop_agreed = False
+        self._best: dict[str, Any] = {}
 
     @property
     def model(self) -> nn.Module:
         """The user's module, with the current weights."""
         return self._first.model
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by the name of their loss; on a process whose workers leave the updates to another, none."""
+        return {o.name: o.optimizer for o in self._first.objectives if o.optimizer is not None}
 
     @property
     def rank(self) -> int:
@@ -120,7 +144,12 @@ class Trainer:
     @property
     def job_steps(self) -> int | None:
         """How many optimizer steps the job says that it takes; None where it does not say, or its data has no length."""
-        return self._length(self.job.epochs, self.job.steps)
+        return self._feed.length(self.job.epochs, self.job.steps)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last step was one after which a signal, to any of the workers, asked to stop."""
+        return self._stop_agreed
 
     def describe(self) -> str:
         """Return in a few lines what a run will be: its workers, its micro-batches, its arithmetic."""
@@ -138,7 +167,7 @@ class Trainer:
             ]
         )
 
-    def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[LocalBatch]:
+    def batches(self, epochs: int | None = None, steps: int | None = None) -> Generator[LocalBatch]:
         """Yield this process's part of every global batch, from where training stands until `epochs` or `steps` are done.
 
         Both count from the start of training, so that calling it again goes on; None takes the job's. Give each to `step`.
@@ -151,13 +180,13 @@ class Trainer:
         if epochs is None and steps is None:
             raise UsageError("how long to train is not said; pass epochs= or steps=, or Job(epochs=...)")
         if self.total_steps is None:
-            self.total_steps = self._length(epochs, steps)
-        return self._batches(self._training_source(), epochs, steps)
+            self.total_steps = self._feed.length(epochs, steps)
+        return self._batches(self._feed.training, epochs, steps)
 
-    def _batches(self, source: Source, epochs: int | None, steps: int | None) -> Iterator[LocalBatch]:
+    def _batches(self, source: Source, epochs: int | None, steps: int | None) -> Generator[LocalBatch]:
         while (epochs is None or self.position.epoch < epochs) and (steps is None or self.steps_done < steps):
             epoch, any_batch = self.position.epoch, self.position.batch > 0
-            with contextlib.closing(self._local_batches(source, self.position)) as batches:
+            with contextlib.closing(self._feed.batches(source, self.position)) as batches:
                 for batch in batches:
                     any_batch = True
                     yield batch
@@ -183,18 +212,11 @@ class Trainer:
         start = time.perf_counter()
         local, key = self._cut(batch)
         number = self.steps_done + 1
-        placed = Share(local.sizes, local.micro_batches, key)
-        outcomes = self._assembly.workers.run(lambda worker: self._step_of(worker, placed, number))[0]
+        place = (local.position.epoch, local.position.batch, self._feed.num_batches)
+        share = Share(local.sizes, local.micro_batches, key, place)
+        outcomes = self._assembly.workers.run(lambda worker: worker.step(share, number, self.total_steps))[0]
         self.steps_done, self.position = number, max(self.position, _after(local.position))
         return self._report(outcomes, local, number, start)
-
-    def _step_of(self, worker: Worker, share: Share, number: int) -> dict[str, Outcome]:
-        worker.schedule(self.total_steps)
-        outcomes = worker.step(share, number)
-        if self.job.scheduler_every == "step":
-            for objective in worker.objectives:
-                objective.advance(outcomes[objective.name].read_loss)
-        return outcomes
 
     def _report(self, outcomes: Mapping[str, Outcome], local: LocalBatch, number: int, start: float) -> StepReport:
         metrics = {
@@ -203,6 +225,7 @@ class Trainer:
             for key, value in outcome.extras.items()
         }
         first = next(iter(outcomes.values()))
+        self._stop_agreed = any(outcome.stop for outcome in outcomes.values())
         total, count = self._epoch_loss
         self._epoch_loss = (total + first.loss * first.count, count + first.count)
         return StepReport(
@@ -236,26 +259,154 @@ class Trainer:
         *,
         loggers: Iterable[Logger] = (),
         evaluate_every: int | None = None,
+        best: Best | None = None,
+        checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
+        save_every: int | None = None,
+        keep: int | None = 3,
     ) -> StepReport | None:
         """Train until `epochs` or `steps` are done and return the last step's report; None where they were done already.
+
+        Ctrl-C and SIGTERM finish the step, and save it where there are checkpoints, before they interrupt; a second one does so at
+        once. Calling `fit` again goes on from where training stands.
 
         Args:
             epochs: passes over the data since the start of training; None takes the job's.
             steps: optimizer steps since the start of training; None takes the job's.
             loggers: functions of a report; they see every step's and every evaluation's, on the main process alone.
             evaluate_every: evaluate the job's held-out data after every so many steps.
+            best: which evaluation is the best; its checkpoint is kept, and training may stop for want of a better one.
+            checkpoints: the folder to save into at the end, when stopped, at the best, and every `save_every` steps.
+            save_every: number of steps from one checkpoint to the next.
+            keep: how many checkpoints stay, besides the best; None keeps all.
         """
+        if best is not None and evaluate_every is None:
+            raise UsageError(f"best={best!r} needs evaluations to compare; pass evaluate_every=, a number of steps")
+        for name, value in (("evaluate_every", evaluate_every), ("save_every", save_every)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r} is not a whole number of steps, at least 1; leave it out for never")
+        if save_every is not None and checkpoints is None:
+            raise UsageError(f"save_every={save_every!r} needs a folder to save into; pass checkpoints=")
+        store = Checkpoints(checkpoints) if isinstance(checkpoints, str | os.PathLike) else checkpoints
         loggers = list(loggers) if self.is_main else []
-        report = None
-        for batch in self.batches(epochs, steps):
-            report = self.step(batch)
+        report, saved = None, self.steps_done
+        if self._is_out_of_patience(best):
+            return None
+        with use_stop_signals() as request, contextlib.closing(self.batches(epochs, steps)) as batches:
+            for batch in batches:
+                self._first.stop_requested = bool(request)
+                report, is_best = self.step(batch), False
+                self._tell(loggers, report)
+                if evaluate_every is not None and self.steps_done % evaluate_every == 0:
+                    evaluation = self.evaluate()
+                    self._tell(loggers, evaluation)
+                    is_best = best is not None and self._is_best(best, evaluation)
+                due = save_every is not None and self.steps_done % save_every == 0
+                if store is not None and (due or is_best or self._stop_agreed):
+                    self.save(store, keep=keep, best=is_best)
+                    saved = self.steps_done
+                if self._stop_agreed:
+                    self._first.stop_requested = False
+                    request.leave()
+                if self._is_out_of_patience(best):
+                    break
+        if store is not None and saved != self.steps_done:
+            self.save(store, keep=keep)
+        return report
+
+    def _tell(self, loggers: Sequence[Logger], report: StepReport | EvaluationReport) -> None:
+        with _announcing(self._assembly, "logging"):
             for logger in loggers:
                 logger(report)
-            if evaluate_every is not None and self.steps_done % evaluate_every == 0:
-                evaluation = self.evaluate()
-                for logger in loggers:
-                    logger(evaluation)
-        return report
+
+    def _is_best(self, best: Best, evaluation: EvaluationReport) -> bool:
+        """Return whether an evaluation is the best so far, and remember it or count that it is not."""
+        if best.metric not in evaluation:
+            raise UsageError(f"best is by {best.metric!r}, and an evaluation has {', '.join(evaluation)}; pass one of these")
+        same = self._best.get("metric") == best.metric
+        value = float(evaluation[best.metric])
+        before: dict[str, Any] = self._best if same else {"metric": best.metric}
+        if not best.improves(value, before.get("value")):
+            self._best = {**before, "since": before.get("since", 0) + 1}
+            return False
+        self._best = {"metric": best.metric, "value": value, "step": self.steps_done, "since": 0}
+        return True
+
+    def _is_out_of_patience(self, best: Best | None) -> bool:
+        """Return whether so many evaluations in a row were no better that waiting for another is not wanted."""
+        if best is None or best.patience is None or self._best.get("metric") != best.metric:
+            return False
+        return int(self._best["since"]) >= best.patience
+
+    def save(self, checkpoints: str | os.PathLike[str] | Checkpoints, *, keep: int | None = 3, best: bool = False) -> Path:
+        """Save the whole run into a folder of checkpoints and return the new one's path; the main process writes.
+
+        Args:
+            checkpoints: the folder, made where it is missing.
+            keep: how many checkpoints stay, this one included, besides the best; None keeps all.
+            best: keep this one until a better one is saved.
+
+        Raises:
+            UsageError: the folder cannot be written, or the state holds what cannot be stored; earlier checkpoints stay whole.
+        """
+        store = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        return self.from_main(lambda: store.save(self._state(), keep=keep, best=best), "saving")
+
+    def load(self, checkpoint: str | os.PathLike[str]) -> list[str]:
+        """Go on from a checkpoint, whatever plan it was saved under, and return remarks on what differs.
+
+        The main process reads and verifies it before anything is changed, and the others get it from there.
+
+        Raises:
+            CheckpointError: it is damaged; the error names the damage and a whole one to use instead.
+            UsageError: it is of another model, optimizer or place in other data.
+        """
+        state = self._read(checkpoint)
+        problems, remarks = find_problems(self._assembly, state, self._objects, self._facts())
+        if problems:
+            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise UsageError(f"the checkpoint of step {state.steps_done} does not fit: {shown}; nothing was loaded")
+        put_back(self._assembly, state, self._objects, self.total_steps)
+        progress = state.progress
+        self.steps_done, self.position = state.steps_done, Position(progress["epoch"], progress["batch"])
+        self._first.steps_done = self.steps_done
+        self._epoch_loss, self._best = tuple(progress["epoch_loss"]), dict(progress["best"])
+        return remarks
+
+    def check(self, checkpoint: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
+        """Return what keeps a checkpoint from being loaded, and the remarks that `load` would make; changes nothing.
+
+        Raises:
+            CheckpointError: it is damaged; the error names the damage and a whole one to use instead.
+        """
+        return find_problems(self._assembly, self._read(checkpoint), self._objects, self._facts())
+
+    def _read(self, checkpoint: str | os.PathLike[str]) -> State:
+        path = Path(checkpoint)
+        return self.from_main(lambda: Checkpoints(path.parent).load(path), "loading the checkpoint")
+
+    def resume(self, checkpoints: str | os.PathLike[str] | Checkpoints) -> Path | None:
+        """Go on from the newest checkpoint of a folder and return its path; None, and nothing done, where there is none."""
+        store = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        path = self.from_main(store.latest, "looking for checkpoints")
+        if path is not None:
+            self.load(path)
+        return path
+
+    def _state(self) -> State:
+        total, count = self._epoch_loss
+        progress = {
+            "steps_done": self.steps_done,
+            "epoch": self.position.epoch,
+            "batch": self.position.batch,
+            "epoch_loss": [float(total), float(count)],
+            "best": self._best,
+        }
+        return take_state(self._assembly, progress, self._objects, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        source = None if self.job.data is None else self._feed.training
+        rows, samples = (None, None) if source is None else (source.batch_size, source.num_samples)
+        return facts_of(self._assembly, self.job, rows, samples)
 
     def evaluate(self, data: Any = None, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
         """Return the loss and the metrics over all samples of `data`, each taken once, in order, in evaluation mode.
@@ -272,21 +423,22 @@ class Trainer:
         fold, rows, total, count = MetricFold(metrics), 0, 0.0, 0.0
         predict, target = (self.job.predict or default_predict, self.job.target or default_target) if metrics else (None, None)
         with_loss = len(self.job.losses) == 1
-        for batch, parts in self._evaluated(self._held_out(data), with_loss=with_loss, predict=predict, target=target):
+        for batch, parts in self._evaluated(self._feed.held_out(data), with_loss=with_loss, predict=predict, target=target):
             rows += batch.rows
             for part in parts:
                 total, count = total + (part.total or 0.0), count + part.count
                 if self.is_main and metrics:
-                    fold.update(part)
+                    with _announcing(self._assembly, "metrics"):
+                        fold.update(part)
         if not rows:
             raise UsageError("there is nothing to evaluate: the data is empty")
-        values = self._from_main(fold.compute) if metrics else {}
+        values = self.from_main(fold.compute, "metrics") if metrics else {}
         loss = total / count if with_loss and count else None
         return EvaluationReport(step=self.steps_done, loss=loss, metrics=values, rows=rows, seconds=time.perf_counter() - start)
 
     def predict(self, data: Any) -> Any:
         """Return the predictions for all samples of `data`, in order, joined along dimension 0, on every process."""
-        source = self._held_out(data)
+        source = self._feed.held_out(data)
         predict = self.job.predict or default_predict
         parts = self._evaluated(source, with_loss=False, predict=predict, target=None)
         return join_outputs([part for _, batch_parts in parts for part in batch_parts])
@@ -302,7 +454,10 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._assembly.transport == "processes" and not isinstance(error, PeerError):
+            # The others would learn only that this one has left.
+            self._first.transport.fail(Failure.of(error, rank=self.rank, step=self.steps_done, doing="after this step"))
         self.close()
 
     def __repr__(self) -> str:
@@ -312,79 +467,16 @@ class Trainer:
     def _first(self) -> Worker:
         return self._assembly.workers.workers[0]
 
-    @property
-    def _mine(self) -> range:
-        """The micro-batches that this process's workers take: one worker's, or all."""
-        assert self.plan.micro_batches is not None
-        alone = self._assembly.transport == "threads"
-        return range(self.plan.micro_batches) if alone else self.layout.micro_batches_of(self.rank)
-
     def _cut(self, batch: Any) -> tuple[LocalBatch, int | None]:
         """Return this process's part of a batch, and the batch's digest where the user's own loop might hand out different ones."""
         if isinstance(batch, LocalBatch):
             return batch, None
-        assert self.plan.micro_batches is not None
-        with self._announcing("cutting the batch"):
-            local = cut(batch, self.plan.micro_batches, self._mine, self.position, self.job.split)
-        return local, digest(batch) if self._assembly.transport == "processes" and self.size > 1 else None
-
-    def _training_source(self) -> Source:
-        if self._source is None:
-            if self.job.data is None:
-                raise UsageError("the job has no data; pass Job(data=...), or call step with batches of your own")
-            self._source = self._new_source(self.job.data, shuffle=self.job.shuffle, drop_last=self.job.drop_last)
-            rows = self._source.batch_size
-            if rows is not None and self.plan.replicas is not None and rows < self.plan.replicas:
-                raise UsageError(
-                    f"replicas={self.plan.replicas} needs at least {self.plan.replicas} rows in a batch, got batch_size={rows}; "
-                    f"pass batch_size={self.plan.replicas} or more, or replicas={rows}"
-                )
-        return self._source
-
-    def _held_out(self, data: Any) -> Source:
-        data = self.job.held_out if data is None else data
-        if data is None:
-            raise UsageError("there is no data to evaluate; pass evaluate(data), or Job(held_out=...)")
-        return self._new_source(data, shuffle=False, drop_last=False)
-
-    def _new_source(self, data: Any, *, shuffle: bool | None, drop_last: bool | None) -> Source:
-        is_loader = isinstance(data, torch.utils.data.DataLoader)
-        uses_gpu = self._first.device.type == "cuda"
-        return Source(
-            data,
-            batch_size=None if is_loader else self.job.batch_size or getattr(self.job.data, "batch_size", None),
-            seed=self.job.seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate=None if is_loader else self.job.collate,
-            num_workers=self.job.num_workers or 0,
-            pin_memory=uses_gpu if self.job.pin_memory is None else self.job.pin_memory,
-            split=self.job.split,
-        )
-
-    def _length(self, epochs: int | None, steps: int | None) -> int | None:
-        batches = None if epochs is None else self._training_source().num_batches
-        by_epochs = None if epochs is None or batches is None else epochs * batches
-        return min((number for number in (steps, by_epochs) if number is not None), default=None)
-
-    def _local_batches(self, source: Source, start: Position) -> Generator[LocalBatch]:
-        """Yield a source's batches; a failure to load one is every worker's failure."""
-        assert self.plan.micro_batches is not None
-        with self._announcing("loading"):
-            batches = source.batches(start, micro_batches=self.plan.micro_batches, mine=self._mine)
-        try:
-            while True:
-                with self._announcing("loading"):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                yield batch
-        finally:
-            if hasattr(batches, "close"):
-                batches.close()
+        return self._feed.cut(batch, self.position), digest(
+            batch
+        ) if self._assembly.transport == "processes" and self.size > 1 else None
 
     def _evaluated(self, source: Source, **options: Any) -> Iterator[tuple[LocalBatch, list[Evaluated]]]:
-        with contextlib.closing(self._local_batches(source, Position())) as batches:
+        with contextlib.closing(self._feed.batches(source, Position())) as batches:
             for number, batch in enumerate(batches):
                 share = Share(batch.sizes, batch.micro_batches)
                 evaluate = functools.partial(Worker.evaluate, share=share, number=number, **options)
@@ -394,25 +486,27 @@ class Trainer:
                 yield batch, in_order(parts)
         source.close()
 
-    def _from_main(self, compute: Callable[[], T]) -> T:
-        """Return on every process what `compute` returns on the main one."""
-        with self._announcing("metrics"):
+    def from_main(self, compute: Callable[[], T], doing: str) -> T:
+        """Return on every process what `compute` returns on the main one; `doing` says in a failure what it was about."""
+        with _announcing(self._assembly, doing):
             value = compute() if self.is_main else None
         gathered: list[Any] = [value] if self._assembly.transport == "threads" else self._first.transport.gather_objects(value)
         result: T = gathered[0]
         return result
 
-    @contextlib.contextmanager
-    def _announcing(self, doing: str) -> Iterator[None]:
-        """Tell the other processes of a failure outside of the workers; they would wait for this one."""
-        try:
-            yield
-        except Exception as error:
-            if self._assembly.transport == "processes" and not isinstance(error, PeerError):
-                failure = Failure.of(error, rank=self.rank, step=self.steps_done + 1, doing=doing)
-                error.add_note(failure.where)
-                self._first.transport.fail(failure)
-            raise
+
+@contextlib.contextmanager
+def _announcing(assembly: Assembly, doing: str) -> Iterator[None]:
+    """Tell the other processes of a failure outside of the workers; they would wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        worker = assembly.workers.workers[0]
+        if assembly.transport == "processes" and not isinstance(error, PeerError):
+            failure = Failure.of(error, rank=worker.rank, step=worker.steps_done + 1, doing=doing)
+            error.add_note(failure.where)
+            worker.transport.fail(failure)
+        raise
 
 
 def _after(position: Position) -> Position:

@@ -107,7 +107,7 @@ def optimizer(named: Named) -> Optimizer:
     decayed = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
     others = [(name, parameter) for name, parameter in named if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return AdamW(groups, lr=LR, betas=(0.9, 0.99))
+    return AdamW(groups, lr=LR, betas=(0.9, 0.99), fused=True)
 
 
 def scheduler(of: Optimizer, total_steps: int) -> LambdaLR:

@@ -69,6 +69,9 @@ class Wire:
 
     def close(self) -> None:
         """End the reading thread and the connections."""
+        # Shut down, not only closed: a loader process forked meanwhile holds copies of all sockets.
+        with contextlib.suppress(OSError):
+            self._stop.shutdown(socket.SHUT_RDWR)
         self._stop.close()
         if self._thread is None:
             self._hang_up()
@@ -78,6 +81,8 @@ class Wire:
     def _hang_up(self) -> None:
         self._stopped.close()
         for connection in self._peers.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _read(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.verify.records import KINDS, StepRecord, first_difference
 
-FLOOR = 1e-2  # a tensor's rounding noise is at least this part of that of the tensor with the largest gradient
+FLOOR = 0.2  # a tensor's rounding noise is at least this part of that of the tensor with the largest gradient
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,21 @@ def _bound(
         if gradient is not None:
             error = allowed * max(float(gradient.double().abs().max()), FLOOR * size_of_all)
             lr = max(theirs.lrs.values(), default=0.0)
-            wide = gradient.double().abs()
+            wide = gradient.double().abs() + theirs.eps
             step = lr * (2 * error + (4 * error / (wide + 1e-300)).clamp(max=2.0))
             slack[name] = slack.get(name, torch.zeros_like(step)) + step
         return slack.get(name, 0.0) + allowed * size
-    return allowed * max(size, 1e-3)
+    # A weight that wanders (a bias before BatchNorm) takes the statistics of what it is added to along.
+    wander = max((float(far.max()) for far in slack.values() if far.numel()), default=0.0)
+    return allowed * max(size, 1e-3) + wander
 
 
 def _within(a: Tensor, b: Tensor, bound: Tensor | float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
     if torch.equal(a, b):
         return True
-    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
+    if not a.dtype.is_floating_point:
         return False
     wide_a, wide_b = a.double(), b.double()
     fits = ((wide_a - wide_b).abs() <= bound) | (wide_a.isnan() & wide_b.isnan()) | (wide_a == wide_b)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from paceline.job import Job, takes_total_steps
-from paceline.verify.records import StepRecord, snapshot
+from paceline.verify.records import StepRecord, smallest_eps, snapshot
 
 
 def plain_loop(job: Job, model: nn.Module, batches: Iterable[list[Any]], total_steps: int) -> Iterator[StepRecord]:
@@ -47,7 +47,7 @@ def plain_loop(job: Job, model: nn.Module, batches: Iterable[list[Any]], total_s
             if name in schedulers and job.scheduler_every == "step":
                 schedulers[name].step()
         tensors = {key: tensor for key, tensor in snapshot(model).items() if not key.startswith("gradient/")}
-        yield StepRecord(step, losses, lrs, gradients | tensors)
+        yield StepRecord(step, losses, lrs, gradients | tensors, smallest_eps(optimizers.values()))
 
 
 def _backward(job: Job, loss: Callable[..., Any], model: nn.Module, pieces: list[Any]) -> float:

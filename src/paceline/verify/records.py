@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import MismatchError
 from paceline.trainer import Trainer
@@ -21,12 +22,16 @@ KINDS = ("gradient", "weight", "buffer")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of a run: losses and learning rates by name, and tensors by kind and name (`gradient/head.weight`)."""
+    """One step of a run: losses and learning rates by name, and tensors by kind and name (`gradient/head.weight`).
+
+    `eps` is what the optimizer adds to the size of a gradient before it divides by it; 0 where it says none.
+    """
 
     step: int
     losses: Mapping[str, float]
     lrs: Mapping[str, float]
     tensors: Mapping[str, Tensor]
+    eps: float = 0.0
 
     def of_kind(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind, by the name that the module gives them."""
@@ -34,7 +39,12 @@ class StepRecord:
 
     def save(self, folder: Path) -> None:
         """Write the record into a folder of records."""
-        words = {"step": str(self.step), "losses": json.dumps(dict(self.losses)), "lrs": json.dumps(dict(self.lrs))}
+        words = {
+            "step": str(self.step),
+            "losses": json.dumps(dict(self.losses)),
+            "lrs": json.dumps(dict(self.lrs)),
+            "eps": repr(self.eps),
+        }
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, folder / f"{self.step:06}.safetensors", words)
 
@@ -46,8 +56,15 @@ class StepRecord:
             with safe_open(path, framework="pt") as file:
                 words = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            records.append(cls(int(words["step"]), json.loads(words["losses"]), json.loads(words["lrs"]), tensors))
+            records.append(
+                cls(int(words["step"]), json.loads(words["losses"]), json.loads(words["lrs"]), tensors, float(words["eps"]))
+            )
         return records
+
+
+def smallest_eps(optimizers: Iterable[Optimizer]) -> float:
+    """Return the smallest `eps` of some optimizers, 0 where one has none."""
+    return min((float(optimizer.defaults.get("eps") or 0.0) for optimizer in optimizers), default=0.0)
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -72,7 +89,9 @@ def record(trainer: Trainer, steps: int) -> Iterator[StepRecord]:
         trainer.total_steps = max(steps, trainer.job_steps or 0)
     for batch in trainer.batches(steps=steps):
         report = trainer.step(batch)
-        yield StepRecord(report.step, dict(report.losses), dict(report.lrs), snapshot(trainer.model))
+        yield StepRecord(
+            report.step, dict(report.losses), dict(report.lrs), snapshot(trainer.model), smallest_eps(trainer.optimizers.values())
+        )
         try:
             trainer.check_workers(check_same_model)
         except MismatchError as error:

@@ -44,7 +44,7 @@ class Gradients(ABC):
 
         Parameters may have been frozen or freed since the last step.
         """
-        self._unhook()  # of a step that failed
+        self.unhook()  # of a step that failed
         for parameter in self._all.values():
             parameter.grad = None
         trainable = [parameter for parameter in self._all.values() if parameter.requires_grad]
@@ -65,7 +65,7 @@ class Gradients(ABC):
                 "compute the loss from the model that is passed to it, loss(model, batch), not from one outside"
             )
 
-    def _unhook(self) -> None:
+    def unhook(self) -> None:
         """Take the hooks off again: outside of a step nothing hangs on the user's parameters."""
         for hook in self._hooks:
             hook.remove()
@@ -183,6 +183,10 @@ class BucketedGradients(Gradients):
 
     def _arrive(self, parameter: Tensor) -> None:
         super()._arrive(parameter)
+        with torch._C.DisableTorchFunction():  # a mode that watches for draws has nothing to see here
+            self._take(parameter)
+
+    def _take(self, parameter: Tensor) -> None:
         place = self._place.get(id(parameter))
         if place is None or not isinstance(parameter, nn.Parameter):
             return
@@ -218,13 +222,13 @@ class BucketedGradients(Gradients):
     def after_backward(self, micro_batch: int) -> None: ...
 
     def finish(self) -> None:
-        self._unhook()
         while self._next < len(self._buckets):
             self._send()
         for bucket in self._buckets:
             assert bucket.work is not None
             bucket.work.wait()
             _hand_out(bucket.layout, bucket.flat, bucket.views, self._owned, everywhere=all(bucket.arrived))
+        self.unhook()  # not before all ranks are through their backwards, one of which may stray to these parameters
         if not self._learnt:
             self._learn()
 
@@ -283,7 +287,6 @@ class OrderedGradients(Gradients):
         self._sums.push(micro_batch, flats)
 
     def finish(self) -> None:
-        self._unhook()
         values = self._sums.values
         self._out = out = values[0] if values else self._new()
         if self._order is not None:
@@ -299,6 +302,7 @@ class OrderedGradients(Gradients):
             ]
             for work in works:
                 work.wait()
+        self.unhook()
         for layout, flat in zip(self._layouts, out, strict=True):
             _hand_out(layout, flat, layout.views(flat), self._owned, everywhere=False)
         self._pool.extend(values[1:])

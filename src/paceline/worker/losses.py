@@ -35,7 +35,7 @@ class LossValue:
         returned_count = None
         value = result
         if isinstance(result, tuple):
-            value, *rest = result
+            value, *rest = result if result else (None,)
             if rest and isinstance(rest[-1], Mapping):
                 extras = {str(key): extra for key, extra in rest.pop().items()}
             if rest:
@@ -68,7 +68,9 @@ class LossValue:
         device = self.value.device
         count = torch.as_tensor(self.count, dtype=torch.float64, device=device).reshape(())
         extras = [torch.as_tensor(value, device=device).detach().double().reshape(()) for _, value in sorted(self.extras.items())]
-        return torch.stack([self.total, count, *(extra * count for extra in extras)])
+        # What was averaged over nothing is not a number, and has no part.
+        weighed = [torch.where(count == 0, torch.zeros_like(extra), extra * count) for extra in extras]
+        return torch.stack([self.total, count, *weighed])
 
 
 def _detached(count: float | Tensor) -> float | Tensor:

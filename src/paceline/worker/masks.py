@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +29,7 @@ DRAWING_IN_PYTHON: frozenset[Callable[..., Any]] = frozenset(
         F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
         F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward,
         F.fractional_max_pool2d, F.fractional_max_pool3d,
+        *(function for function in vars(nn.init).values() if inspect.isfunction(function)),
     }
 )  # fmt: skip
 # Names of built-in functions and methods that draw without saying so in their operator's tags.
@@ -70,14 +72,20 @@ class _HandGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.generator = generator
+        self.refuses = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None and _on_cpu(args, kwargs):
+            if _dropout_of(func, args, kwargs) == 0:  # fused attention is marked as drawing, and without dropout does not
+                return func(*args, **kwargs)
+            if self.refuses:
+                raise UsageError(
+                    "random numbers are drawn again during backward (torch.utils.checkpoint around dropout?), and worker threads "
+                    "cannot replay them; run the workers as processes (transport='processes')"
+                )
             drawing = _with_generator(func)
             if drawing is None:
-                if _dropout_of(func, args, kwargs) == 0:  # fused attention is marked as drawing, and without dropout does not
-                    return func(*args, **kwargs)
                 raise UsageError(
                     f"{func} draws random numbers from the process's only generator, which worker threads share; "
                     "run the workers as processes (transport='processes'), or draw in another way"
@@ -140,23 +148,18 @@ class ThreadMasks(TorchFunctionMode):
         self._shared = shared
         self._hand = _HandGenerator(torch.Generator())
         self._drawing = _drawing_names()
-        self._in_backward = False
+        self._seeded = torch.Tensor()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in self._drawing and func not in DRAWING_IN_PYTHON:
             return func(*args, **kwargs)
-        if self._in_backward:
-            raise UsageError(
-                "random numbers are drawn again during backward (torch.utils.checkpoint around dropout?), and worker threads "
-                "cannot replay them; run the workers as processes (transport='processes')"
-            )
         with self._hand:
             return func(*args, **kwargs)
 
     @contextlib.contextmanager
     def use(self, seed: int, device: torch.device) -> Iterator[None]:
-        self._hand.generator.manual_seed(seed)
+        self._seeded = self._hand.generator.manual_seed(seed).get_state()
         if device.type == "cuda":  # every GPU has a generator of its own already
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)
         with self:
@@ -166,15 +169,26 @@ class ThreadMasks(TorchFunctionMode):
         """Raise `UsageError` where something was drawn that is nobody's stream. Once all workers have drawn."""
         self._shared.check()
 
+    @property
+    def drawn(self) -> bool:
+        """Whether anything was drawn on the CPU since the stream was put in place."""
+        return not torch.equal(self._hand.generator.get_state(), self._seeded)
+
     def backward(self, value: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None) -> None:
         """Run the backward of `value`, in which nothing may be drawn on a CPU."""
-        self._in_backward = True
+        self.backward_of([value], [seed], inputs)
+
+    def backward_of(
+        self, values: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor] | None = None, *, keep_graph: bool = False
+    ) -> None:
+        """Run one backward of several values, in which nothing may be drawn on a CPU."""
+        self._hand.refuses = True
         try:
             # torch.autograd.backward is itself a torch function, inside of which the mode would be off and see no recomputation.
             run = torch.autograd.graph._engine_run_backward
-            run((value,), (seed,), False, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
+            run(tuple(values), tuple(seeds), keep_graph, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
         finally:
-            self._in_backward = False
+            self._hand.refuses = False
 
 
 class ProcessMasks:

@@ -20,6 +20,7 @@ from paceline.job import BufferRule
 from paceline.transport.base import Transport
 from paceline.worker.replica import PLAIN
 
+SMALL = 2**16  # elements of a buffer that is compared whole
 _ABSENT = object()
 TORCH_BATCH_NORMS = frozenset({_BatchNorm.forward, nn.SyncBatchNorm.forward})
 
@@ -60,11 +61,15 @@ class ModuleState:
         self._before = {name: buffers[name].clone() for name in self._rules}
         self._attributes_before = self._attributes()
         self._left: dict[int, dict[str, Tensor]] = {}
-        self._watched = {
-            name: (id(buffer), buffer._version)
+        watched = {
+            name: buffer
             for name, buffer in buffers.items()
             if id(buffer) not in self._folded and name not in self._rules and name not in self._caches
         }
+        self._watched = {name: (id(buffer), buffer._version) for name, buffer in watched.items()}
+        # Kernels that write statistics, and whatever goes through `.data`, leave no mark on the version.
+        small = {name: buffer for name, buffer in watched.items() if buffer.numel() <= SMALL and self._transport.size > 1}
+        self._values = {name: buffer.clone() for name, buffer in small.items()}
 
     def before_forward(self) -> None:
         """Let the micro-batch start from zero statistics, and from the step's first values of the buffers that have a rule."""
@@ -96,8 +101,12 @@ class ModuleState:
 
     def changed(self) -> list[str]:
         """Return the names of buffers without a rule that this step's forwards changed or replaced."""
-        now = {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
-        return [name for name, mark in self._watched.items() if now.get(name) != mark]
+        buffers = dict(self._model.named_buffers())
+        now = {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
+        marked = [name for name, mark in self._watched.items() if now.get(name) != mark]
+        return marked + [
+            name for name, value in self._values.items() if name not in marked and not torch.equal(value, buffers[name])
+        ]
 
     def changed_attributes(self) -> dict[str, Any]:
         """Return the plain attributes that this step's forwards changed, by the names of module and attribute."""

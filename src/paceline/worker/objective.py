@@ -26,6 +26,8 @@ class Objective:
         self.name, self.loss, self.parameters = name, loss, parameters
         self.optimizer, self.gradients = optimizer, gradients
         self.scheduler: Any = None
+        self._reload: Callable[[], None] | None = None
+        self._saved_schedule: dict[str, Any] | None = None
 
     def schedule(self, make: Callable[..., Any], total_steps: int | None) -> None:
         """Make the scheduler, once, before the first update."""
@@ -42,6 +44,26 @@ class Objective:
             self.scheduler = make(self.optimizer, total_steps)
         if not hasattr(self.scheduler, "step"):
             raise UsageError(f"scheduler returned {self.scheduler!r}, which has no step(); return a torch LR scheduler")
+        if self._reload is not None:
+            self._reload()  # making the scheduler has set the learning rate of its first step
+        if self._saved_schedule is not None:
+            self.scheduler.load_state_dict(self._saved_schedule)
+        self._reload = self._saved_schedule = None
+
+    def put_back(self, reload: Callable[[], None], schedule: dict[str, Any] | None) -> None:
+        """Load the optimizer's saved state with `reload`, and the scheduler's as soon as there is a scheduler."""
+        reload()
+        if self.scheduler is None:
+            self._reload, self._saved_schedule = reload, schedule
+        elif schedule is not None:
+            self.scheduler.load_state_dict(schedule)
+
+    def schedule_state(self) -> dict[str, Any] | None:
+        """Return what the scheduler remembers; None where there is none."""
+        if self.scheduler is None:
+            return self._saved_schedule
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
 
     def advance(self, loss: Callable[[], float]) -> None:
         """Step the scheduler, with the loss where it goes by that."""
@@ -122,7 +144,8 @@ def copy_optimizer(optimizer: Optimizer, source: nn.Module, target: nn.Module) -
     counterpart = {id(p): q for p, q in zip(source.parameters(), target.parameters(), strict=True)}
     groups = [{**group, "params": [counterpart[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     make: Any = type(optimizer)
-    copied: Optimizer = make(groups, **optimizer.defaults)
+    taken = inspect.signature(make).parameters  # some defaults are set by the class itself (AdamW's way of decay)
+    copied: Optimizer = make(groups, **{name: value for name, value in optimizer.defaults.items() if name in taken})
     return copied
 
 

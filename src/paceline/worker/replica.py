@@ -18,11 +18,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def replicate(model: nn.Module, device: torch.device) -> nn.Module:
+def replicate(model: nn.Module, device: torch.device, *, parameter_hooks: bool = True) -> nn.Module:
     """Return a copy of `model` for another worker thread, on `device`.
 
     On a CPU the copy's parameters are leaves of their own over the same memory, so what the owner of a weight writes is every
     worker's weight at once. On another device they are copied. Buffers are copied always. Tied parameters stay tied.
+    Hooks on parameters are copied with them, unless `parameter_hooks` is False.
 
     Raises:
         UsageError: the module cannot be copied.
@@ -31,7 +32,10 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.data if share else parameter.data.to(device, copy=True)
-        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        # Of the parameter's own class, with what the user has hung on it.
+        copied = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+        vars(copied).update(vars(parameter))
+        memo[id(parameter)] = copied
     try:
         replica = copy.deepcopy(model, memo)
     except Exception as error:
@@ -41,7 +45,7 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
         ) from error
     if not share:
         replica = replica.to(device)
-    for parameter, copied in zip(model.parameters(), replica.parameters(), strict=True):
+    for parameter, copied in zip(model.parameters(), replica.parameters(), strict=True) if parameter_hooks else ():
         registers: list[Callable[..., Any]] = [copied.register_hook, copied.register_post_accumulate_grad_hook]
         for kind, register in zip(PARAMETER_HOOKS, registers, strict=True):
             for hook in _hooks_of(parameter, kind):
@@ -61,8 +65,10 @@ def check_initialised(model: nn.Module) -> None:
         raise UsageError(f"the parameter {lazy[0]!r} of a lazy module has no shape yet; run one forward before training")
 
 
-def mirror(source: nn.Module, target: nn.Module) -> None:
+def mirror(source: nn.Module, target: nn.Module, *, parameter_hooks: bool = True) -> None:
     """Give a copy of the module what the user has set on it since: modes, frozen parameters, plain attributes.
+
+    `parameter_hooks` says whether the copy was made with them.
 
     Raises:
         UsageError: modules, hooks or forwards have been added or taken away, which a copy cannot follow.
@@ -81,7 +87,7 @@ def mirror(source: nn.Module, target: nn.Module) -> None:
         if ("forward" in values) != ("forward" in copied):
             raise _changed(f"the forward of {type(module).__name__}")
     for parameter, copy_of_it in zip(source.parameters(), target.parameters(), strict=True):
-        for kind in PARAMETER_HOOKS:
+        for kind in PARAMETER_HOOKS if parameter_hooks else ():
             if len(_hooks_of(parameter, kind)) != len(_hooks_of(copy_of_it, kind)):
                 raise _changed("hooks of parameters")
         if copy_of_it.requires_grad != parameter.requires_grad:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.errors import Failure, PacelineError, PeerError
+from paceline.errors import Failure, PacelineError, PeerError, UsageError
 from paceline.worker.masks import SharedDraws
 from paceline.worker.replica import mirror
 from paceline.worker.worker import Worker
@@ -35,6 +35,7 @@ class Workers(ABC):
     """This process's workers; `run` has each of them do the same and returns what each returned, in rank order."""
 
     workers: Sequence[Worker]
+    closed = False
 
     @abstractmethod
     def run(self, function: Callable[[Worker], T]) -> list[T]:
@@ -52,9 +53,11 @@ class OneWorker(Workers):
         self.workers = [worker]
 
     def run(self, function: Callable[[Worker], T]) -> list[T]:
+        _check_open(self)
         return [function(self.workers[0])]
 
     def close(self) -> None:
+        self.closed = True
         self.workers[0].transport.close()
 
 
@@ -70,6 +73,7 @@ class WorkerThreads(Workers):
             wait([thread.submit(functools.partial(torch.set_num_threads, intra_op_threads)) for thread in self._threads])
 
     def run(self, function: Callable[[Worker], T]) -> list[T]:
+        _check_open(self)
         if self._broken is not None:
             raise PacelineError(f"the workers stopped at an earlier failure ({self._broken}); make a new Trainer")
         for worker in self.workers[1:]:
@@ -106,6 +110,7 @@ class WorkerThreads(Workers):
         return error
 
     def close(self) -> None:
+        self.closed = True
         for worker in self.workers:
             worker.transport.close()
         for thread in self._threads:
@@ -142,6 +147,11 @@ def _serve(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None
         except BaseException as error:
             future.set_exception(error)
         del entry, future, call  # a waiting thread must not keep a step's tensors alive
+
+
+def _check_open(workers: Workers) -> None:
+    if workers.closed:
+        raise UsageError("the trainer is closed; make a new one with the same model, which keeps its weights")
 
 
 def _in_callers_modes(function: Callable[[Worker], T]) -> Callable[[Worker], T]:

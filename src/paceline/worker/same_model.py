@@ -14,9 +14,9 @@ from paceline.transport.base import Transport
 Entry = tuple[str, tuple[int, ...], str, bool, str]  # name, shape, dtype, requires a gradient, hash
 
 
-def check_same_model(model: nn.Module, transport: Transport) -> None:
-    """Raise `MismatchError` on every rank where one rank's model is not rank 0's. Collective."""
-    gathered: list[list[Entry]] = transport.gather_objects(_entries(model))
+def check_same_model(model: nn.Module, transport: Transport, *, values: bool = True) -> None:
+    """Raise `MismatchError` on every rank where one rank's model is not rank 0's, `values` included or not. Collective."""
+    gathered: list[list[Entry]] = transport.gather_objects(_entries(model, values))
     for rank, entries in enumerate(gathered):
         for reference, entry in zip_longest(gathered[0], entries):
             if reference != entry:
@@ -27,9 +27,12 @@ def check_same_model(model: nn.Module, transport: Transport) -> None:
                 )
 
 
-def _entries(model: nn.Module) -> list[Entry]:
+def _entries(model: nn.Module, values: bool) -> list[Entry]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad, _hash(t)) for name, t in tensors]
+    return [
+        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad, _hash(t) if values else "")
+        for name, t in tensors
+    ]
 
 
 def _hash(tensor: Tensor) -> str:

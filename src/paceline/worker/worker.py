@@ -35,6 +35,7 @@ class Share:
     sizes: tuple[int, ...]
     micro_batches: Mapping[int, Any]
     digest: int | None = None
+    place: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Outcome:
     lr: float | None
     grad_norm: float | Tensor | None
     extras: dict[str, float | Tensor] = field(default_factory=dict)
+    stop: bool = False
 
     def read_loss(self) -> float:
         """Return the loss as a number; waits for a GPU."""
@@ -88,14 +90,22 @@ class Worker:
         self._num_parameters = sum(1 for _ in model.parameters())
         self._state = ModuleState(model, job.buffers, transport, global_norms=job.sync_batchnorm and transport.size > 1)
         self._sync = SyncBatchNormMode(transport) if job.sync_batchnorm and transport.size > 1 else contextlib.nullcontext()
+        self.stop_requested = False
+        self.steps_done = 0
         self._step: int | None = None
         self._micro_batch: int | None = None
         self._doing = ""
 
-    def step(self, share: Share, number: int) -> dict[str, Outcome]:
+    def step(self, share: Share, number: int, total_steps: int | None) -> dict[str, Outcome]:
         """Take one optimizer step on a global batch, each loss in turn, and return what each came to. Collective."""
         with self._guard(step=number):
-            return {objective.name: self._take(objective, share, number) for objective in self.objectives}
+            self.schedule(total_steps)
+            outcomes = {objective.name: self._take(objective, share, number) for objective in self.objectives}
+            if self.job.scheduler_every == "step":
+                for objective in self.objectives:
+                    objective.advance(outcomes[objective.name].read_loss)
+        self.steps_done = number
+        return outcomes
 
     def _take(self, objective: Objective, share: Share, number: int) -> Outcome:
         if self.job.sync_batchnorm and 0 in share.sizes:
@@ -114,12 +124,13 @@ class Worker:
             self._micro_batch = None
             with self._timed("reduce"):
                 objective.gradients.finish()
-                numbers, names, by_rows = self._exchange(objective, share, number, values)
+                agreed = self._exchange(objective, share, number, values)
                 self._state.finish()
         except BaseException:
+            objective.gradients.unhook()
             self._state.restore()
             raise
-        return self._update(objective, share, numbers, names, by_rows)
+        return self._update(objective, share, agreed)
 
     def _forward(self, objective: Objective, share: Share, i: int) -> LossValue:
         with self._timed("forward", i):
@@ -129,14 +140,9 @@ class Worker:
             with self._sync:
                 result = objective.loss(self.model, to_device(batch, self.device, non_blocking=True))
         value = LossValue.read(result, share.sizes[i], count, objective.name)
-        if value.by_rows:
-            ignored = find_value(batch, IGNORE_INDEX)
-            if ignored is not None:
-                raise UsageError(
-                    f"{ignored or 'the batch'} holds {IGNORE_INDEX}, the index that losses ignore, and the loss is a mean without "
-                    "a count: micro-batches with fewer labels would weigh too much. "
-                    "Pass Job(count=count_valid(...)), or return (sum, count) from the loss"
-                )
+        _check_count(value, batch)
+        if not torch.is_grad_enabled():
+            raise UsageError("gradients are off, so there is nothing to learn from; call step outside of torch.no_grad()")
         if not value.value.requires_grad:
             raise UsageError(
                 f"the {objective.name} does not depend on a parameter that requires a gradient; "
@@ -158,18 +164,13 @@ class Worker:
             objective.gradients.after_backward(i)
             self._state.after_backward(i)
 
-    def _exchange(
-        self, objective: Objective, share: Share, number: int, values: Mapping[int, LossValue]
-    ) -> tuple[Tensor, list[str], bool]:
-        """Return (total, count, extras) of all ranks' micro-batches in order, the extras' names, and whether counts are rows.
-
-        Before any of it is used, ranks that are not at the same step with the same batch are found.
-        """
+    def _exchange(self, objective: Objective, share: Share, number: int, values: Mapping[int, LossValue]) -> _Agreed:
+        """Return what all ranks' micro-batches came to, in order; ranks at another step or with another batch are found before."""
         local = _Local(
-            number, objective.name, share.digest, share.sizes,
+            number, objective.name, share.digest, share.sizes, share.place,
             sorted({name for value in values.values() for name in value.extras}),
             sorted({value.by_rows for value in values.values()}),
-            self._state.changed(), self._state.changed_attributes(),
+            self._state.changed(), self._state.changed_attributes(), self.stop_requested,
         )  # fmt: skip
         gathered: list[_Local] = self.transport.gather_objects(local)
         self._masks.check()  # all ranks have drawn
@@ -182,14 +183,15 @@ class Worker:
         self._state.check(sorted({name for other in gathered for name in other.changed}), [other.attributes for other in gathered])
         rows = [values[i].numbers() for i in sorted(values)]
         stacked = torch.stack(rows) if rows else torch.zeros(0, 2 + len(names), dtype=torch.float64, device=self.device)
-        return torch.cat(self.transport.gather(stacked)), names, kinds == {True}
+        numbers = torch.cat(self.transport.gather(stacked))
+        return _Agreed(numbers, names, kinds == {True}, any(other.stop for other in gathered))
 
-    def _update(self, objective: Objective, share: Share, numbers: Tensor, names: list[str], by_rows: bool) -> Outcome:
-        totals = numbers.sum(0)
+    def _update(self, objective: Objective, share: Share, agreed: _Agreed) -> Outcome:
+        totals = agreed.numbers.sum(0)
         if totals.device.type == "cpu" and not float(totals[1]):
             raise UsageError(f"the count of the whole batch is 0: the {objective.name} is a mean over nothing; leave it out")
         factor: float | Tensor = 1.0
-        if not by_rows:  # backward started before the count was known
+        if not agreed.by_rows:  # backward started before the count was known
             factor = _nominal(share.sizes) / totals[1]
             factor = float(factor) if factor.device.type == "cpu" else factor
         lr, norm = objective.lr, None
@@ -199,7 +201,8 @@ class Worker:
             if self._shared_weights:  # nobody goes on before the owner has written
                 self.transport.barrier()
         loss = totals[0] / totals[1]
-        return Outcome(loss, totals[1], lr, norm, {name: totals[2 + k] / totals[1] for k, name in enumerate(names)})
+        extras: dict[str, float | Tensor] = {name: totals[2 + k] / totals[1] for k, name in enumerate(agreed.names)}
+        return Outcome(loss, totals[1], lr, norm, extras, agreed.stop)
 
     def schedule(self, total_steps: int | None) -> None:
         """Make the schedulers that the job asks for, where this worker updates. Called before every step, effective once."""
@@ -237,6 +240,7 @@ class Worker:
                         name, loss = next(iter(self.job.losses.items()))
                         known = None if self.job.count is None else float(self.job.count(host_batch))
                         value = LossValue.read(loss(self.model, batch), share.sizes[i], known, name)
+                        _check_count(value, host_batch)
                         total, count = float(value.total), float(value.count)
                     outputs = None if predict is None else to_device(predict(self.model, batch), "cpu")
                 results[i] = Evaluated(share.sizes[i], total, count, outputs, None if target is None else target(host_batch))
@@ -274,6 +278,16 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class _Agreed:
+    """What all ranks know after a loss: (total, count, extras) of every micro-batch, whether counts are rows, whether to stop."""
+
+    numbers: Tensor
+    names: list[str]
+    by_rows: bool
+    stop: bool
+
+
+@dataclass(frozen=True)
 class _Local:
     """What ranks compare before they believe each other's numbers."""
 
@@ -281,10 +295,12 @@ class _Local:
     objective: str
     digest: int | None
     sizes: tuple[int, ...]
+    place: tuple[Any, ...]
     extras: list[str]
     kinds: list[bool]
     changed: list[str]
     attributes: dict[str, Any]
+    stop: bool
 
 
 def _check_same_batch(mine: _Local, theirs: _Local, my_rank: int, their_rank: int) -> None:
@@ -293,11 +309,32 @@ def _check_same_batch(mine: _Local, theirs: _Local, my_rank: int, their_rank: in
             f"rank {my_rank} is at step {mine.number} ({mine.objective}), rank {their_rank} at step {theirs.number} "
             f"({theirs.objective}); every rank must take every step"
         )
+    if mine.place != theirs.place:
+        raise MismatchError(
+            f"step {mine.number}: rank {my_rank} is at {_place(mine)}, rank {their_rank} at {_place(theirs)}; every rank must have "
+            "the same data, whole, and take every batch of it"
+        )
     if mine.digest != theirs.digest or mine.sizes != theirs.sizes:
         raise MismatchError(
             f"step {mine.number}: rank {my_rank} was given another batch ({sum(mine.sizes)} rows) than rank {their_rank} "
             f"({sum(theirs.sizes)} rows); step() takes the whole global batch on every rank, the same one. "
             "Use trainer.batches(), or drop the DistributedSampler"
+        )
+
+
+def _place(local: _Local) -> str:
+    epoch, batch, length = local.place
+    return f"batch {batch} of epoch {epoch}" + ("" if length is None else f", which has {length} batches")
+
+
+def _check_count(value: LossValue, batch: Any) -> None:
+    """Raise `UsageError` where a mean over rows has left some labels out: a mean of means would weigh the others wrongly."""
+    ignored = find_value(batch, IGNORE_INDEX) if value.by_rows else None
+    if ignored is not None:
+        raise UsageError(
+            f"{ignored or 'the batch'} holds {IGNORE_INDEX}, the index that losses ignore, and the loss is a mean without a count: "
+            "micro-batches with fewer labels would weigh too much. "
+            "Pass Job(count=count_valid(...)), or return (sum, count) from the loss"
         )
 
 
