@@ -4,6 +4,7 @@
      +-- UsageError (ValueError)        what was given cannot be honoured: change the job, the plan or the call
      |    +-- PlanError                 the plan does not parse, or does not fit the workers or the batch
      +-- MismatchError                  ranks disagree: other calls, another model, another batch
+     +-- CheckpointError                a checkpoint is damaged or incomplete; `.damage` says how, `.previous` what to use
      +-- PeerError                      another worker failed first; `.failure` says which, where and why
      +-- DeadlineError (TimeoutError)   a wait took longer than it may
 
@@ -13,7 +14,11 @@ An exception from the user's own code is never wrapped: it keeps its type and tr
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+SHOWN_DAMAGE = 5  # problems of a checkpoint that its message names
 
 
 class PacelineError(Exception):
@@ -34,6 +39,33 @@ class MismatchError(PacelineError):
 
 class DeadlineError(PacelineError, TimeoutError):
     """A wait for another worker took longer than the transport's time-out."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint is damaged, incomplete or of another format; nothing of it was given out.
+
+    Args:
+        path: the checkpoint.
+        damage: everything that is wrong with it, each naming the file and the tensor.
+        previous: the newest checkpoint beside it that is whole, to use instead.
+        searched: whether one was looked for.
+    """
+
+    def __init__(self, path: Path, damage: Iterable[str], previous: Path | None = None, *, searched: bool = False) -> None:
+        self.path, self.damage, self.previous, self.searched = path, tuple(damage), previous, searched
+        more = f"; and {len(self.damage) - SHOWN_DAMAGE} more" if len(self.damage) > SHOWN_DAMAGE else ""
+        if previous is not None:
+            advice = f"; {previous} is whole, use it instead"
+        else:
+            advice = "; no other checkpoint beside it is whole" if searched else ""
+        super().__init__(f"{path} cannot be used: {'; '.join(self.damage[:SHOWN_DAMAGE])}{more}{advice}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self.path, self.damage, self.previous, self.searched)
+
+
+def _rebuild(path: Path, damage: tuple[str, ...], previous: Path | None, searched: bool) -> CheckpointError:
+    return CheckpointError(path, damage, previous, searched=searched)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.checksums import checksum
-from paceline.checkpoint.damage import CheckpointError
 from paceline.checkpoint.tensor_files import Stored, Written
+from paceline.errors import CheckpointError
 
 MANIFEST, STATE = "checkpoint.json", "state.json"
 FORMAT = 1

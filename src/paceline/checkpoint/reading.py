@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.checksums import bytes_of, checksum, in_threads
-from paceline.checkpoint.damage import CheckpointError
 from paceline.checkpoint.encoding import DTYPES, decode
 from paceline.checkpoint.manifest import STATE, Manifest, read_manifest
 from paceline.checkpoint.parts import WEIGHTS_STEM
 from paceline.checkpoint.state import OptimizerState, State, with_versions
 from paceline.checkpoint.tensor_files import INDEX, STORED, Stored, Written, dtype_name
+from paceline.errors import CheckpointError
 
 LONGEST_HEADER = 100_000_000
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from paceline.checkpoint.damage import CheckpointError
 from paceline.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from paceline.checkpoint.parts import Parts
 from paceline.checkpoint.publish import clean, flush_folder, locked, publish, remove, telling, writing
 from paceline.checkpoint.reading import read_state
 from paceline.checkpoint.state import State
 from paceline.checkpoint.tensor_files import write_text
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 
 Paths: TypeAlias = "list[Path]"
 NAME = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<again>\d+))?")

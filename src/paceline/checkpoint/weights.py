@@ -14,7 +14,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from paceline.checkpoint.damage import CheckpointError
 from paceline.checkpoint.fit import weight_misfits
 from paceline.checkpoint.manifest import MANIFEST
 from paceline.checkpoint.publish import flush_folder, telling
@@ -22,7 +21,7 @@ from paceline.checkpoint.reading import is_weights, read
 from paceline.checkpoint.state import State
 from paceline.checkpoint.store import Checkpoints
 from paceline.checkpoint.tensor_files import ALIASES, INDEX, size_of, untie, write
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 
 CHECKPOINTS, WEIGHTS = "checkpoints", "model.safetensors"
 STEPS_DONE = "paceline.steps_done"

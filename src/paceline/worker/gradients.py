@@ -320,6 +320,6 @@ def _hand_out(layout: FlatLayout, flat: Tensor, views: Sequence[Tensor], owned: 
     elif everywhere:  # used here already, so no need to read the flags, which would wait for a GPU
         used = [True] * len(views)
     else:
-        used = [flag > 0 for flag in layout.flags(flat).tolist()]
+        used = [abs(flag) > 0 for flag in layout.flags(flat).tolist()]  # complex gradients have complex flags
     for parameter, view, is_used in zip(layout.parameters, views, used, strict=True):
         parameter.grad = view if is_used else None

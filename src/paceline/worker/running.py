@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import os
-import queue
-import sys
-import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from paceline.errors import Failure, PacelineError, PeerError, UsageError
 from paceline.worker.masks import SharedDraws
 from paceline.worker.replica import mirror
+from paceline.worker.thread import GRACE_S, WorkerThread, in_callers_modes
 from paceline.worker.worker import Worker
 
 T = TypeVar("T")
-GRACE_S = 10.0  # how long the others may take to notice that one has failed
 
 
 def available_cores() -> int:
@@ -68,7 +62,7 @@ class WorkerThreads(Workers):
         self.workers = list(workers)
         self._shared = shared
         self._broken: Failure | None = None
-        self._threads = [_Thread(f"paceline-{worker.rank}") for worker in workers]
+        self._threads = [WorkerThread(f"paceline-{worker.rank}") for worker in workers]
         if intra_op_threads is not None:
             wait([thread.submit(functools.partial(torch.set_num_threads, intra_op_threads)) for thread in self._threads])
 
@@ -79,9 +73,8 @@ class WorkerThreads(Workers):
         for worker in self.workers[1:]:
             mirror(self.workers[0].model, worker.model)
         self._shared.mark()
-        call = _in_callers_modes(function)
         futures = [
-            thread.submit(functools.partial(contextvars.copy_context().run, call, worker))
+            thread.submit(in_callers_modes(functools.partial(function, worker)))
             for thread, worker in zip(self._threads, self.workers, strict=True)
         ]
         try:
@@ -117,55 +110,6 @@ class WorkerThreads(Workers):
             thread.end()
 
 
-class _Thread:
-    """A thread that runs one call after another; a daemon, so that user code that never returns cannot keep the process alive."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def stack(self) -> str:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-    def end(self) -> None:
-        self._calls.put(None)
-        self._thread.join(GRACE_S)
-
-
-def _serve(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (entry := calls.get()) is not None:
-        future, call = entry
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del entry, future, call  # a waiting thread must not keep a step's tensors alive
-
-
 def _check_open(workers: Workers) -> None:
     if workers.closed:
         raise UsageError("the trainer is closed; make a new one with the same model, which keeps its weights")
-
-
-def _in_callers_modes(function: Callable[[Worker], T]) -> Callable[[Worker], T]:
-    """Return `function` under the grad mode and autocast of the thread that calls this."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
-
-    def call(worker: Worker) -> T:
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(inference))
-            modes.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in dtypes.items():
-                modes.enter_context(torch.autocast(kind, dtype=dtype))
-            return function(worker)
-
-    return call
