@@ -23,6 +23,7 @@ from typer.main import get_command
 
 import paceline
 from paceline.cli.app import app
+from paceline.cli.resume import spell_out
 from paceline.jobs.find import BUILT_IN
 from paceline.plan import Plan
 
@@ -164,7 +165,7 @@ def _check_paceline(arguments: list[str]) -> None:
     group = get_command(app)
     if arguments in (["--help"], ["--version"]):
         return
-    name, command, rest = group.resolve_command(group.context_class(group, info_name="paceline"), arguments)
+    name, command, rest = group.resolve_command(group.context_class(group, info_name="paceline"), spell_out(arguments))
     if "--help" in rest:
         return
     assert command is not None

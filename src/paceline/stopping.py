@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
@@ -29,9 +29,10 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def use_stop_signals() -> Iterator[StopRequest]:
+def use_stop_signals(tell: Callable[[], None]) -> Iterator[StopRequest]:
     """Turn the first signal of a kind into a request inside the block, and put the handlers back after it.
 
+    `tell` is called at once, in the middle of whatever the process does, so that the step that is being taken is the last.
     Outside of the main thread, where Python takes no signals, nothing changes.
     """
     request = StopRequest()
@@ -42,6 +43,7 @@ def use_stop_signals() -> Iterator[StopRequest]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         request.signal = request.signal or signal.Signals(number)
+        tell()
         # Whoever sends it again does not want to wait.
         signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
 

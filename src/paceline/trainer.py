@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import os
 import time
@@ -36,6 +37,7 @@ from paceline.transport.base import Transport
 from paceline.worker.worker import Evaluated, Outcome, Share, Worker
 
 T = TypeVar("T")
+LOG = logging.getLogger("paceline")
 
 
 class Trainer:
@@ -103,6 +105,7 @@ class Trainer:
         self._epoch_loss: tuple[Any, Any] = (0.0, 0.0)
         self._objects = dict(objects or {})
         self._stop_agreed = False
+        self._scheduled_steps: int | None = None
         self._best: dict[str, Any] = {}
 
     @property
@@ -181,6 +184,13 @@ class Trainer:
             raise UsageError("how long to train is not said; pass epochs= or steps=, or Job(epochs=...)")
         if self.total_steps is None:
             self.total_steps = self._feed.length(epochs, steps)
+        if self.job.scheduler is not None and self._scheduled_steps not in (None, self.total_steps):
+            LOG.warning(
+                "the scheduler was made for %s steps and is made again for %s: the learning rate goes on by the new length",
+                self._scheduled_steps,
+                self.total_steps,
+            )
+            self._scheduled_steps = self.total_steps
         return self._batches(self._feed.training, epochs, steps)
 
     def _batches(self, source: Source, epochs: int | None, steps: int | None) -> Generator[LocalBatch]:
@@ -291,9 +301,13 @@ class Trainer:
         report, saved = None, self.steps_done
         if self._is_out_of_patience(best):
             return None
-        with use_stop_signals() as request, contextlib.closing(self.batches(epochs, steps)) as batches:
+
+        def stop() -> None:
+            self._first.stop_requested = True
+
+        self._first.stop_requested = False
+        with use_stop_signals(stop) as request, contextlib.closing(self.batches(epochs, steps)) as batches:
             for batch in batches:
-                self._first.stop_requested = bool(request)
                 report, is_best = self.step(batch), False
                 self._tell(loggers, report)
                 if evaluate_every is not None and self.steps_done % evaluate_every == 0:
@@ -305,7 +319,6 @@ class Trainer:
                     self.save(store, keep=keep, best=is_best)
                     saved = self.steps_done
                 if self._stop_agreed:
-                    self._first.stop_requested = False
                     request.leave()
                 if self._is_out_of_patience(best):
                     break
@@ -370,6 +383,7 @@ class Trainer:
         self.steps_done, self.position = state.steps_done, Position(progress["epoch"], progress["batch"])
         self._first.steps_done = self.steps_done
         self._epoch_loss, self._best = tuple(progress["epoch_loss"]), dict(progress["best"])
+        self._scheduled_steps = progress["total_steps"]
         return remarks
 
     def check(self, checkpoint: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
@@ -400,6 +414,7 @@ class Trainer:
             "batch": self.position.batch,
             "epoch_loss": [float(total), float(count)],
             "best": self._best,
+            "total_steps": self.total_steps,
         }
         return take_state(self._assembly, progress, self._objects, self._facts())
 

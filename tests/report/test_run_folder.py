@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tomllib
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.checkpoint import Checkpoints, State, load_weights
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job
 from paceline.plan import Plan
 from paceline.report import run_folder
-from paceline.report.reports import StepReport
+from paceline.report.reports import EvaluationReport, StepReport
 from paceline.report.run_folder import RunFolder
-from paceline.report.weights import load_weights, save_weights
 
 
 class Tied(nn.Module):
@@ -43,51 +42,6 @@ def job(model: nn.Module) -> Job:
     )
 
 
-def test_weights_come_back_under_all_names(tmp_path: Path, model: nn.Module) -> None:
-    save_weights(model, tmp_path / "w.safetensors")
-    state = load_weights(tmp_path / "w.safetensors")
-    other = Tied()
-    other.load_state_dict(state)
-    assert sorted(state) == sorted(model.state_dict())
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
-    assert state["head.weight"] is state["embed.weight"]
-
-
-def test_weights_that_are_views_of_one_buffer_are_stored(tmp_path: Path) -> None:
-    flat = torch.arange(8.0)
-    model = nn.Linear(2, 3)
-    model.weight.data, model.bias.data = flat[:6].view(3, 2), flat[5:8]  # overlapping, even
-    save_weights(model, tmp_path / "w.safetensors")
-    state = load_weights(tmp_path / "w.safetensors")
-    assert state["weight"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert state["bias"].tolist() == [5, 6, 7]
-
-
-def test_weights_that_cannot_be_written_leave_the_old_file(
-    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "w.safetensors"
-    save_weights(model, path)
-    before = path.read_bytes()
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space left"):
-        save_weights(Tied(), path)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["w.safetensors"]
-
-
-def test_weights_that_are_not_there_or_broken_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot read weights from"):
-        load_weights(tmp_path / "none.safetensors")
-    (tmp_path / "half.safetensors").write_bytes(b"\x10\x00")
-    with pytest.raises(UsageError, match="cannot read weights from"):
-        load_weights(tmp_path / "half.safetensors")
-
-
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
 def test_folder_holds_the_run(tmp_path: Path, job: Job, model: nn.Module) -> None:
     path = tmp_path / "runs" / "first"
@@ -97,7 +51,7 @@ def test_folder_holds_the_run(tmp_path: Path, job: Job, model: nn.Module) -> Non
         folder(StepReport(step=1, epoch=0, losses={"loss": 1.0}, lrs={"loss": 0.1}, rows=2, count=2, seconds=0.1))
         with torch.no_grad():
             model.get_parameter("embed.weight").fill_(7)
-        folder.finish(model)
+        folder.finish(model, 1)
     assert {"plan.toml", "job.toml", "metrics.jsonl", "model.safetensors"} <= {name for name, _ in folder.contents()}
     assert Plan.from_toml((path / "plan.toml").read_text()) == Plan(replicas=2, micro_batches=2)
     assert tomllib.loads((path / "job.toml").read_text())["batch_size"] == 2
@@ -110,7 +64,10 @@ def test_folder_of_another_run_is_kept_unless_told(tmp_path: Path, job: Job, mod
     (tmp_path / "notes.txt").write_text("mine")
     with RunFolder(tmp_path) as folder:
         folder.start(job, Plan(), model)
-    with pytest.raises(UsageError, match=r"already holds a run \(plan.toml, .*\); pass another folder, or .*--overwrite"):
+    with pytest.raises(
+        UsageError,
+        match=r"already holds a run \(plan.toml, .*\); pass another folder, or go on with it: --resume, or .*--overwrite",
+    ):
         RunFolder(tmp_path)
     with RunFolder(tmp_path, overwrite=True) as folder:
         folder.start(job, Plan(), model)
@@ -144,6 +101,84 @@ def test_trained_weights_survive_a_disk_that_filled_up(
         folder.start(job, Plan(), model)
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(PacelineError, match=r"cannot write the trained weights to .*; they are in ") as caught:
-            folder.finish(model)
+            folder.finish(model, 1)
     rescued = Path(str(caught.value).split("they are in ")[1].split(":")[0])
     assert torch.equal(load_weights(rescued)["embed.weight"], model.get_parameter("embed.weight"))
+
+
+def report_of(step: int) -> StepReport:
+    return StepReport(step=step, epoch=0, losses={"loss": float(step)}, lrs={"loss": 0.1}, rows=2, count=2, seconds=0.1)
+
+
+def evaluation_of(step: int) -> EvaluationReport:
+    return EvaluationReport(step=step, loss=1.0, metrics={}, rows=2, seconds=0.1)
+
+
+def recorded(path: Path) -> list[tuple[str, int]]:
+    return [(line["kind"], line["step"]) for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_run_that_goes_on_keeps_what_comes_before_its_checkpoint_and_records_the_rest_once(
+    tmp_path: Path, job: Job, model: nn.Module
+) -> None:
+    """The process was killed in the middle of writing a line, two steps after it had saved."""
+    with RunFolder(tmp_path / "run") as folder:
+        folder.start(job, Plan(), model)
+        for report in (evaluation_of(0), report_of(1), report_of(2), evaluation_of(2)):
+            folder(report)
+        folder.checkpoints.save(State(weights=model.state_dict(), progress={"steps_done": 2}))
+        for report in (report_of(3), evaluation_of(3)):
+            folder(report)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "step", "st')
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunFolder(tmp_path / "run")
+    with RunFolder(tmp_path / "run", resume=True) as folder:
+        folder.go_on(job, Plan(replicas=2, micro_batches=2), steps_done=2)
+        for report in (evaluation_of(2), report_of(3), evaluation_of(3), evaluation_of(3)):
+            folder(report)
+    kinds = [("evaluation", 0), ("step", 1), ("step", 2), ("evaluation", 2), ("step", 3), ("evaluation", 3)]
+    assert recorded(tmp_path / "run") == kinds
+    assert Plan.from_toml((tmp_path / "run" / "plan.toml").read_text()).replicas == 2
+    assert not [entry for entry in (tmp_path / "run").iterdir() if entry.name.startswith(".")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensor_board_of_a_run_that_goes_on_forgets_later_steps(tmp_path: Path, job: Job, model: nn.Module) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunFolder(tmp_path) as folder:
+        folder.start(job, Plan(), model)
+        folder(report_of(1))
+        folder(report_of(7))
+    with RunFolder(tmp_path, resume=True) as folder:
+        folder.go_on(job, Plan(), steps_done=1)
+        folder(report_of(2))
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("step/loss")] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_a_run_that_came_to_nothing_is_started_again(tmp_path: Path, job: Job, model: nn.Module) -> None:
+    """Resuming where there is no checkpoint starts anew, but not over trained weights that somebody would miss."""
+    with RunFolder(tmp_path) as folder:
+        folder.start(job, Plan(), model)
+        folder(report_of(1))
+    with RunFolder(tmp_path, resume=True) as folder:
+        folder.start(job, Plan(), model)
+        folder.finish(model, 1)
+    with pytest.raises(UsageError, match="holds trained weights and no checkpoint to go on from; pass another folder, or --over"):
+        RunFolder(tmp_path, resume=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_overwriting_takes_the_checkpoints_along(tmp_path: Path, job: Job, model: nn.Module) -> None:
+    Checkpoints(tmp_path / "checkpoints").save(State(weights=model.state_dict(), progress={"steps_done": 2}))
+    with pytest.raises(UsageError, match=r"already holds a run \(checkpoints\)"):
+        RunFolder(tmp_path)
+    with RunFolder(tmp_path, overwrite=True) as folder:
+        folder.start(job, Plan(), model)
+    assert not (tmp_path / "checkpoints").exists()

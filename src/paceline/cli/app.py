@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from paceline.cli.checkpoint import checkpoint
+from paceline.cli.export import export
 from paceline.cli.train import train
 from paceline.cli.verify import verify
 
@@ -16,6 +18,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(verify)
+app.command()(export)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback()

@@ -19,6 +19,7 @@ import paceline
 from paceline.errors import Failure, PacelineError, PeerError, UsageError
 
 FAILED, MISUSED = 1, 2
+STOPPED = (130, 143)  # by SIGINT, by SIGTERM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,26 @@ def write_failure(folder: str, report: Report) -> None:
     temporary.replace(path)
 
 
+def write_stop(folder: str, status: int) -> None:
+    """Leave for the launcher that this process stopped as it was asked to, together with all others, and the status of that."""
+    (Path(folder) / f"stop-{status}-{os.getpid()}").touch()
+
+
+def read_stop(folder: str) -> int | None:
+    """Return the exit status of a run that stopped as it was asked to; None where it did not."""
+    return max((int(path.name.split("-")[1]) for path in Path(folder).glob("stop-*")), default=None)
+
+
+def write_started(folder: str) -> None:
+    """Leave for the launcher that this process is there to be asked to stop."""
+    (Path(folder) / f"worker-{os.getpid()}").touch()
+
+
+def read_started(folder: str) -> list[int]:
+    """Return the ids of the processes that are there."""
+    return [int(path.name.split("-")[1]) for path in Path(folder).glob("worker-*")]
+
+
 def read_first_failure(folder: str) -> Report | None:
     """Return the earliest report of a process that failed itself, or else of one that only heard of it; None without any."""
     reports = []
@@ -120,4 +141,4 @@ def _first_line(text: str) -> str:
 
 
 def _is_ours(failure: Failure) -> bool:
-    return failure.error in {"PacelineError", "UsageError", "PlanError", "MismatchError", "DeadlineError"}
+    return failure.error in {"PacelineError", "UsageError", "PlanError", "MismatchError", "DeadlineError", "CheckpointError"}

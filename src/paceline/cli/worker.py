@@ -10,6 +10,7 @@ import threading
 import time
 
 from paceline.cli import main
+from paceline.cli.failures import write_started
 
 WATCH_EVERY_S = 0.25
 PR_SET_PDEATHSIG = 1
@@ -33,4 +34,5 @@ def die_with(launcher: int) -> None:
 if __name__ == "__main__":
     failures_folder, launcher_pid, *command = sys.argv[1:]
     die_with(int(launcher_pid))
+    write_started(failures_folder)
     sys.exit(main(command, failures_folder=failures_folder))

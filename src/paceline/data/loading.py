@@ -5,6 +5,8 @@ The classes here are the datasets that torch's DataLoader is given: one item is 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,6 +89,11 @@ class WorkerStart:
     init: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
+        # A group of its own: a signal to the run's whole group asks it to finish its step, which needs this process. When the
+        # process that started it ends, it ends by itself.
+        if hasattr(os, "setpgid"):
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
         object.__setattr__(get_worker_info(), "dataset", self.data)  # it refuses assignment, and holds our wrapper
         if self.init is not None:
             self.init(worker)

@@ -67,12 +67,13 @@ class TensorBoard:
 
     Args:
         folder: where the event files go; made where it is missing.
+        first_step: the step that is recorded first where a run goes on: what the folder has of it and of later ones is void.
 
     Raises:
         UsageError: TensorBoard is not installed, or the folder cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, first_step: int | None = None) -> None:
         # An optional dependency, and one that takes seconds to import.
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -83,7 +84,7 @@ class TensorBoard:
         self.folder = Path(folder)
         self._failed = False
         try:
-            self._writer: Any = SummaryWriter(log_dir=str(folder))
+            self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=first_step)
         except OSError as error:
             raise UsageError(f"cannot write {self.folder} ({error.strerror}); pass a folder that you can write") from error
 
