@@ -10,6 +10,7 @@ What the two ends say to each other is JSON.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -17,6 +18,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import socket
 import subprocess
 import sys
@@ -26,21 +28,37 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 JSON = dict[str, Any]
+SETTINGS = {
+    "sittings": "how often all processes are started anew",
+    "rounds": "turns of each contender in a sitting",
+    "steps": "timed steps in a turn",
+    "settle": "steps at the start of each turn that are not timed",
+    "warm_up": "steps after the start that are not timed",
+    "check_steps": "steps whose losses are compared",
+}
 
 
 class BenchmarkError(Exception):
     """A measurement that must not be used: a process failed, or the contenders did not do the same work."""
 
 
-class Stepper(Protocol):
+class Stepper:
     """What a contender's process does over and over."""
 
     def step(self) -> Any:
-        """Take one step and return its loss, as something that `float` reads."""
+        """Take one step, which is timed, and return its loss or what else tells of its work, as something that `float` reads."""
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """Do what belongs between two steps and is not timed."""
+
+    def notes(self) -> JSON:
+        """Return what else the result shall say of this process, after the last step."""
+        return {}
 
     def close(self) -> None:
         """Give back what the steps needed."""
@@ -153,7 +171,7 @@ def sitting(
     check_with: Mapping[str, Any],
     timeout_s: float,
 ) -> JSON:
-    """Measure all contenders in turns and return every step of every process, the memory of each process, and losses.
+    """Measure all contenders in turns and return every step of every process, the memory and notes of each process, and losses.
 
     Args:
         contenders: who takes part.
@@ -228,6 +246,38 @@ def write(path: Path, result: JSON) -> None:
     path.write_text(text + "\n")
 
 
+def command(module: str, words: Sequence[str], *places: str) -> str:
+    """Return the command line without the options that name `places`, which are a matter of the machine.
+
+    >>> command("benchmarks.x.run", ["--quick", "--results", "/here", "--folder=/there"], "--results", "--folder")
+    'python -m benchmarks.x.run --quick'
+    """
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in places:
+            next(rest, None)
+        elif not word.startswith(tuple(f"{place}=" for place in places)):
+            kept.append(word)
+    return shlex.join(["python", "-m", module, *kept])
+
+
+def with_settings(
+    parser: argparse.ArgumentParser, words: Sequence[str] | None, full: Mapping[str, int], quick: Mapping[str, int]
+) -> argparse.Namespace:
+    """Return what a command line says, with the settings of `full`, or of `quick` where it asks for them, that it does not give."""
+    for name, number in full.items():
+        flag = "--" + name.replace("_", "-")
+        described = f"{SETTINGS[name]}; by default {number}" + (f", with --quick {quick[name]}" if quick[name] != number else "")
+        parser.add_argument(flag, type=int, default=None, help=described)
+    parser.add_argument("--quick", action="store_true", help="fewer turns and steps: a result in minutes, with wider quartiles")
+    arguments = parser.parse_args(words)
+    for name, number in (quick if arguments.quick else full).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, number)
+    return arguments
+
+
 def _processor() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -292,15 +342,18 @@ class _Server:
     def turn(self, settle: int, steps: int) -> JSON:
         for _ in range(settle):
             self._stepper.step()
-        seconds, processor = [], time.process_time()
+            self._stepper.rest()
+        seconds, processor = [], 0.0
         for _ in range(steps):
-            before = time.perf_counter()
+            processor_before, before = time.process_time(), time.perf_counter()
             self._stepper.step()
             seconds.append(round(time.perf_counter() - before, 6))
-        return {"seconds": seconds, "cpu_seconds": round(time.process_time() - processor, 6)}
+            processor += time.process_time() - processor_before
+            self._stepper.rest()
+        return {"seconds": seconds, "cpu_seconds": round(processor, 6)}
 
     def memory(self) -> JSON:
-        return {"idle_bytes": self._idle, **memory_of_process()}
+        return {"idle_bytes": self._idle, **memory_of_process(), **self._stepper.notes()}
 
     def losses(self, steps: int, arguments: JSON, environment: dict[str, str]) -> JSON:
         self._stepper.close()

@@ -19,7 +19,9 @@ from typing import Any
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 MARKED = re.compile(r"(<!-- table: (?P<file>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-REFERENCES = {"torch DDP": "DDP", "no communication": "limit"}
+REFERENCES = {"torch DDP": "DDP", "one process, 1 thread": "1 thread", "no communication": "limit"}
+SAVE_REFERENCES = {"torch.save, fsync": "torch.save, fsync", "writing the bytes, fsync": "limit"}
+LOAD_REFERENCES = {"torch.load": "torch.load", "reading the bytes": "limit"}
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,21 @@ def memory(workload: Mapping[str, Any], contender: str) -> tuple[float, float, f
     return highest / 1e6, total / 1e6, above / 1e6
 
 
-def data_parallel(result: Mapping[str, Any]) -> str:
-    """Return the tables of a result of benchmarks/data_parallel."""
-    return "\n".join([_conditions(result), *(_workload(name, each) for name, each in result["workloads"].items())])
-
-
-def _conditions(result: Mapping[str, Any]) -> str:
-    hardware, versions, settings = result["hardware"], result["versions"], result["settings"]
+def training(result: Mapping[str, Any]) -> str:
+    """Return the tables of a result of benchmarks/data_parallel or benchmarks/wrappers."""
     fused = ", fused" if result["optimizer"]["fused"] else " as torch sets it up by default"
+    conditions = _conditions(result, f"{result['dtype']}, AdamW{fused}, seed {result['seed']}")
+    return "\n".join([conditions, *(_workload(name, each) for name, each in result["workloads"].items())])
+
+
+def checkpoints(result: Mapping[str, Any]) -> str:
+    """Return the tables of a result of benchmarks/checkpoints."""
+    conditions = _conditions(result, f"{result['file_system']}, float32, seed {result['seed']}")
+    return "\n".join([conditions, *(_saves_and_loads(name, each, result) for name, each in result["workloads"].items())])
+
+
+def _conditions(result: Mapping[str, Any], particulars: str) -> str:
+    hardware, versions, settings = result["hardware"], result["versions"], result["settings"]
     loads = [turn["load"] for each in result["workloads"].values() for sitting in each["sittings"] for turn in sitting["turns"]]
     load = Spread.of(loads)
     busy = (
@@ -98,8 +107,8 @@ def _conditions(result: Mapping[str, Any]) -> str:
     return (
         f"`{result['command']}` on {result['started'][:10]}, commit {result['commit'] or '(none yet)'}; "
         f"Python {versions['python']}, torch {versions['torch']}, Paceline {versions['paceline']}; {hardware['cores']} cores of "
-        f"{hardware['processor']}, {hardware['memory_bytes'] / 2**30:.0f} GiB, {hardware['system']}; {result['dtype']}, "
-        f"AdamW{fused}, seed {result['seed']}. {settings['sittings']} sittings of {settings['rounds']} rounds, "
+        f"{hardware['processor']}, {hardware['memory_bytes'] / 2**30:.0f} GiB, {hardware['system']}; {particulars}. "
+        f"{settings['sittings']} sitting{'s' * (settings['sittings'] != 1)} of {settings['rounds']} rounds, "
         f"{settings['steps']} timed steps a turn. The machine's load average during the turns: median {load.median:.1f}, quartiles "
         f"{load.low:.1f} to {load.high:.1f}, of which the benchmark itself is 1 to 2.\n"
         + (f"\n{busy}" if load.median > 1.5 * hardware["cores"] else "")
@@ -127,20 +136,65 @@ def _workload(name: str, workload: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _saves_and_loads(name: str, workload: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    size = workload["state_bytes"] / 1e6
+    return "\n".join(
+        [
+            f"**{name}**: {workload['words']}; {size:.1f} MB of tensors.\n",
+            *_checkpoint_table(workload, result, "save", "pause, ms", SAVE_REFERENCES),
+            "",
+            *_checkpoint_table(workload, result, "load", "load, ms", LOAD_REFERENCES),
+            "",
+        ]
+    )
+
+
+def _checkpoint_table(
+    workload: Mapping[str, Any], result: Mapping[str, Any], does: str, title: str, references: Mapping[str, str]
+) -> list[str]:
+    """Return a table's lines: `does` is whether it is of saves or of loads, `references` what is compared with."""
+    times = {name: of for name, of in turn_times(workload).items() if result["threads"][name]["does"] == does}
+    processor, compared = cpu_times(workload), {short: times[full] for full, short in references.items() if full in times}
+    sizes = ["on disk, MB"] if does == "save" else []
+    head = [does, title, *(f"of {short}" for short in compared), "CPU time, ms", *sizes, "memory on top, MB"]
+    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
+    for contender, numbers in times.items():
+        noted = [sitting["memory"][contender][0] for sitting in workload["sittings"]]
+        spread = Spread.of([1e3 * number for number in numbers])
+        digits = 1 if spread.median >= 10 else 2
+        cells = [contender, _spread(spread, digits)]
+        cells += [_spread(ratios(numbers, reference), 2) for reference in compared.values()]
+        cells.append(_spread(Spread.of([1e3 * number for number in processor[contender]]), digits))
+        if sizes:
+            written = max(note.get("file_bytes", 0) for note in noted)
+            cells.append(f"{written / 1e6:.1f}" if written else "")
+        cells.append(f"{max(note['peak_bytes'] - note['built_bytes'] for note in noted) / 1e6:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def _spread(spread: Spread, digits: int) -> str:
     return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
 
 
-BUILDERS: dict[str, Callable[[Mapping[str, Any]], str]] = {"data_parallel": data_parallel}
+BUILDERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "data_parallel": training,
+    "wrappers": training,
+    "checkpoints": checkpoints,
+}
 
 
 def render(page: str, folder: Path = HERE) -> str:
-    """Return a page with every marked table built from the result that its marker names, `KIND/results/NAME.json`."""
+    """Return a page with every marked table built from the result that its marker names, `KIND/results/NAME.json`.
+
+    A marker whose result is not there says so.
+    """
 
     def build(match: re.Match[str]) -> str:
-        file = match["file"]
-        result = json.loads((folder / file).read_text())
-        return f"{match[1]}{BUILDERS[file.split('/')[0]](result)}{match[3]}"
+        kind = match["file"].split("/")[0]
+        file = folder / match["file"]
+        table = BUILDERS[kind](json.loads(file.read_text())) if file.exists() else f"Not measured yet: `{kind}` has no result.\n"
+        return f"{match[1]}{table}{match[3]}"
 
     return MARKED.sub(build, page)
 

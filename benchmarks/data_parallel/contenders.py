@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from benchmarks.data_parallel.workloads import NUM_BATCHES, WORKLOADS, Batch, Workload, loss, optimizer
-from benchmarks.harness import Contender
+from benchmarks.harness import Contender, Stepper
 from paceline import Job, Trainer
 from paceline.report.reports import StepReport
 
@@ -30,7 +30,7 @@ class _Report:
         return self._report.loss
 
 
-class PacelineSteps:
+class PacelineSteps(Stepper):
     """`for batch in trainer.batches(...): trainer.step(batch)`, with the batches loaded before."""
 
     def __init__(self, workload: Workload, seed: int, *, transport: str, dropout: bool, fused: bool) -> None:
@@ -58,15 +58,21 @@ class PacelineSteps:
         self._trainer.close()
 
 
-class PlainSteps:
+class PlainSteps(Stepper):
     """The usual loop over a module, which may be wrapped, on the rows that are this process's."""
 
     def __init__(
-        self, model: nn.Module, batches: list[Batch], *, clip_norm: float | None, fused: bool, leave_group: bool = False
+        self,
+        model: nn.Module,
+        batches: list[Batch],
+        *,
+        clip_norm: float | None,
+        fused: bool,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._batches, self._clip_norm = model, itertools.cycle(batches), clip_norm
         self._optimizer = optimizer(model.parameters(), fused=fused)
-        self._leave_group = leave_group
+        self._leave = leave
 
     def step(self) -> Tensor:
         self._optimizer.zero_grad()
@@ -78,8 +84,7 @@ class PlainSteps:
         return value.detach()
 
     def close(self) -> None:
-        if self._leave_group:
-            dist.destroy_process_group()
+        self._leave()
 
 
 def paceline(rank: int, *, workload: str, seed: int, transport: str, dropout: bool, fused: bool) -> PacelineSteps:
@@ -94,29 +99,29 @@ def ddp(rank: int, *, workload: str, seed: int, dropout: bool, fused: bool, buck
     each = WORKLOADS[workload]
     wrapped = DistributedDataParallel(each.build(seed, dropout=dropout), gradient_as_bucket_view=bucket_view)
     torch.manual_seed(seed + rank)  # for the masks
-    half = list(_halves(each.batches(seed), rank))
-    return PlainSteps(wrapped, half, clip_norm=each.clip_norm, fused=fused, leave_group=True)
+    half = halves(each.batches(seed), rank)
+    return PlainSteps(wrapped, half, clip_norm=each.clip_norm, fused=fused, leave=dist.destroy_process_group)
 
 
 def no_communication(rank: int, *, workload: str, seed: int, dropout: bool, fused: bool) -> PlainSteps:
     """Return the steps of a process that trains a copy of its own on half of each batch."""
     torch.set_num_threads(1)
     each = WORKLOADS[workload]
-    half = list(_halves(each.batches(seed), rank))
+    half = halves(each.batches(seed), rank)
     return PlainSteps(each.build(seed, dropout=dropout), half, clip_norm=each.clip_norm, fused=fused)
 
 
-def one_process(rank: int, *, workload: str, seed: int, dropout: bool, fused: bool) -> PlainSteps:
-    """Return the steps of one process that takes whole batches, with as many intra-op threads as the others have workers."""
-    torch.set_num_threads(WORKERS)
+def one_process(rank: int, *, workload: str, seed: int, dropout: bool, fused: bool, threads: int = WORKERS) -> PlainSteps:
+    """Return the steps of one process that takes whole batches, by default with as many intra-op threads as others have workers."""
+    torch.set_num_threads(threads)
     each = WORKLOADS[workload]
     return PlainSteps(each.build(seed, dropout=dropout), each.batches(seed), clip_norm=each.clip_norm, fused=fused)
 
 
-def _halves(batches: list[Batch], rank: int) -> Iterator[Batch]:
-    for inputs, targets in batches:
-        rows = slice(rank * len(inputs) // WORKERS, (rank + 1) * len(inputs) // WORKERS)
-        yield inputs[rows].clone(), targets[rows].clone()
+def halves(batches: list[Batch], rank: int) -> list[Batch]:
+    """Return a rank's rows of each batch, in memory of their own."""
+    rows = [slice(rank * len(inputs) // WORKERS, (rank + 1) * len(inputs) // WORKERS) for inputs, _ in batches]
+    return [(inputs[mine].clone(), targets[mine].clone()) for (inputs, targets), mine in zip(batches, rows, strict=True)]
 
 
 DDP, LIMIT, ONE_PROCESS = "torch DDP", "no communication", "one process, 2 intra-op threads"
