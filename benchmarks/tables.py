@@ -110,8 +110,8 @@ def _conditions(result: Mapping[str, Any], particulars: str) -> str:
         f"{hardware['processor']}, {hardware['memory_bytes'] / 2**30:.0f} GiB, {hardware['system']}; {particulars}. "
         f"{settings['sittings']} sitting{'s' * (settings['sittings'] != 1)} of {settings['rounds']} rounds, "
         f"{settings['steps']} timed steps a turn. The machine's load average during the turns: median {load.median:.1f}, quartiles "
-        f"{load.low:.1f} to {load.high:.1f}, of which the benchmark itself is 1 to 2.\n"
-        + (f"\n{busy}" if load.median > 1.5 * hardware["cores"] else "")
+        f"{load.low:.1f} to {load.high:.1f}; on an otherwise idle machine of 2 cores the benchmark alone makes it 3 to 4.\n"
+        + (f"\n{busy}" if load.median > 2.5 * hardware["cores"] else "")
     )
 
 

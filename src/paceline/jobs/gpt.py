@@ -158,6 +158,6 @@ def job() -> Job:
         held_out=Subset(windows, spread),
         batch_size=8,
         clip_norm=1.0,
-        steps=700,
+        steps=600,
         sample=sample,
     )

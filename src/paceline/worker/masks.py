@@ -154,8 +154,18 @@ class ThreadMasks(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in self._drawing and func not in DRAWING_IN_PYTHON:
             return func(*args, **kwargs)
+        if func is F.dropout and not self._hand.refuses:
+            return self._dropout(*args, **kwargs)
         with self._hand:
             return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """Do what torch's dropout does, operator by operator; it is the commonest draw, and a dispatch mode is slow."""
+        if not training or not 0 < p < 1 or not input.numel() or input.device.type != "cpu":
+            with self._hand:
+                return F.dropout(input, p, training, inplace)
+        noise = torch.empty_like(input).bernoulli_(1 - p, generator=self._hand.generator).div_(1 - p)
+        return input.mul_(noise) if inplace else input * noise
 
     @contextlib.contextmanager
     def use(self, seed: int, device: torch.device) -> Iterator[None]:

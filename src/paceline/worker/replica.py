@@ -86,12 +86,18 @@ def mirror(source: nn.Module, target: nn.Module, *, parameter_hooks: bool = True
                 raise _changed(f"hooks of {type(module).__name__}")
         if ("forward" in values) != ("forward" in copied):
             raise _changed(f"the forward of {type(module).__name__}")
-    for parameter, copy_of_it in zip(source.parameters(), target.parameters(), strict=True):
-        for kind in PARAMETER_HOOKS if parameter_hooks else ():
-            if len(_hooks_of(parameter, kind)) != len(_hooks_of(copy_of_it, kind)):
-                raise _changed("hooks of parameters")
-        if copy_of_it.requires_grad != parameter.requires_grad:
-            copy_of_it.requires_grad_(parameter.requires_grad)
+        # Not source.parameters(): this runs before every step, and each walk over the tree costs as much as all of the rest.
+        for name, parameter in module._parameters.items():
+            copy_of_it = counterpart._parameters.get(name)
+            if (parameter is None) != (copy_of_it is None):
+                raise _changed("parameters")
+            if parameter is None or copy_of_it is None:
+                continue
+            for kind in PARAMETER_HOOKS if parameter_hooks else ():
+                if len(_hooks_of(parameter, kind)) != len(_hooks_of(copy_of_it, kind)):
+                    raise _changed("hooks of parameters")
+            if copy_of_it.requires_grad != parameter.requires_grad:
+                copy_of_it.requires_grad_(parameter.requires_grad)
 
 
 def _changed(what: str) -> UsageError:
