@@ -37,7 +37,7 @@ from tests.promises.models import (
     run,
 )
 
-SECONDS = 4.0  # the longest that a failure may take to reach everybody
+SECONDS = 9.0  # the longest that a failure may take to reach everybody; closing may wait 5 for data that is under way
 REPRODUCIBLE = "micro_batches=5,reproducible=true"
 
 
