@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.data.join import concatenate
 from paceline.errors import UsageError
+from paceline.report.reports import EvaluationReport
 from paceline.worker.worker import Evaluated
 
 ASKS_FOR_OTHERS = "distributed_available_fn"  # torchmetrics' own name for the function that says whether there are other processes
@@ -45,6 +46,31 @@ class Best:
         if math.isnan(value):
             return False
         return before is None or (value < before if self.mode == "min" else value > before)
+
+
+class BestSoFar:
+    """The best evaluation of a run and how many have come since without a better one; `memory` is what checkpoints keep of it."""
+
+    def __init__(self, memory: Mapping[str, Any] | None = None) -> None:
+        self.memory: dict[str, Any] = dict(memory or {})
+
+    def improves(self, best: Best, evaluation: EvaluationReport, step: int) -> bool:
+        """Return whether an evaluation is the best so far, and remember it or count that it is not."""
+        if best.metric not in evaluation:
+            raise UsageError(f"best is by {best.metric!r}, and an evaluation has {', '.join(evaluation)}; pass one of these")
+        value = float(evaluation[best.metric])
+        before: dict[str, Any] = self.memory if self.memory.get("metric") == best.metric else {"metric": best.metric}
+        if not best.improves(value, before.get("value")):
+            self.memory = {**before, "since": before.get("since", 0) + 1}
+            return False
+        self.memory = {"metric": best.metric, "value": value, "step": step, "since": 0}
+        return True
+
+    def is_out_of_patience(self, best: Best | None) -> bool:
+        """Return whether so many evaluations in a row were no better that waiting for another is not wanted."""
+        if best is None or best.patience is None or self.memory.get("metric") != best.metric:
+            return False
+        return int(self.memory["since"]) >= best.patience
 
 
 def default_predict(model: nn.Module, batch: Any) -> Any:

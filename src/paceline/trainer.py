@@ -25,7 +25,7 @@ from paceline.data.local import LocalBatch
 from paceline.data.order import Position
 from paceline.data.source import Source
 from paceline.errors import Failure, PeerError, UsageError
-from paceline.evaluation import Best, MetricFold, default_predict, default_target, in_order, join_outputs
+from paceline.evaluation import Best, BestSoFar, MetricFold, default_predict, default_target, in_order, join_outputs
 from paceline.feed import Feed
 from paceline.job import Job
 from paceline.plan import Plan
@@ -106,7 +106,7 @@ class Trainer:
         self._objects = dict(objects or {})
         self._stop_agreed = False
         self._scheduled_steps: int | None = None
-        self._best: dict[str, Any] = {}
+        self._best = BestSoFar()
 
     @property
     def model(self) -> nn.Module:
@@ -289,17 +289,11 @@ class Trainer:
             save_every: number of steps from one checkpoint to the next.
             keep: how many checkpoints stay, besides the best; None keeps all.
         """
-        if best is not None and evaluate_every is None:
-            raise UsageError(f"best={best!r} needs evaluations to compare; pass evaluate_every=, a number of steps")
-        for name, value in (("evaluate_every", evaluate_every), ("save_every", save_every)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r} is not a whole number of steps, at least 1; leave it out for never")
-        if save_every is not None and checkpoints is None:
-            raise UsageError(f"save_every={save_every!r} needs a folder to save into; pass checkpoints=")
+        _check_intervals(evaluate_every, best, save_every, checkpoints)
         store = Checkpoints(checkpoints) if isinstance(checkpoints, str | os.PathLike) else checkpoints
         loggers = list(loggers) if self.is_main else []
         report, saved = None, self.steps_done
-        if self._is_out_of_patience(best):
+        if self._best.is_out_of_patience(best):
             return None
 
         def stop() -> None:
@@ -313,14 +307,14 @@ class Trainer:
                 if evaluate_every is not None and self.steps_done % evaluate_every == 0:
                     evaluation = self.evaluate()
                     self._tell(loggers, evaluation)
-                    is_best = best is not None and self._is_best(best, evaluation)
+                    is_best = best is not None and self._best.improves(best, evaluation, self.steps_done)
                 due = save_every is not None and self.steps_done % save_every == 0
                 if store is not None and (due or is_best or self._stop_agreed):
                     self.save(store, keep=keep, best=is_best)
                     saved = self.steps_done
                 if self._stop_agreed:
                     request.leave()
-                if self._is_out_of_patience(best):
+                if self._best.is_out_of_patience(best):
                     break
         if store is not None and saved != self.steps_done:
             self.save(store, keep=keep)
@@ -330,25 +324,6 @@ class Trainer:
         with _announcing(self._assembly, "logging"):
             for logger in loggers:
                 logger(report)
-
-    def _is_best(self, best: Best, evaluation: EvaluationReport) -> bool:
-        """Return whether an evaluation is the best so far, and remember it or count that it is not."""
-        if best.metric not in evaluation:
-            raise UsageError(f"best is by {best.metric!r}, and an evaluation has {', '.join(evaluation)}; pass one of these")
-        same = self._best.get("metric") == best.metric
-        value = float(evaluation[best.metric])
-        before: dict[str, Any] = self._best if same else {"metric": best.metric}
-        if not best.improves(value, before.get("value")):
-            self._best = {**before, "since": before.get("since", 0) + 1}
-            return False
-        self._best = {"metric": best.metric, "value": value, "step": self.steps_done, "since": 0}
-        return True
-
-    def _is_out_of_patience(self, best: Best | None) -> bool:
-        """Return whether so many evaluations in a row were no better that waiting for another is not wanted."""
-        if best is None or best.patience is None or self._best.get("metric") != best.metric:
-            return False
-        return int(self._best["since"]) >= best.patience
 
     def save(self, checkpoints: str | os.PathLike[str] | Checkpoints, *, keep: int | None = 3, best: bool = False) -> Path:
         """Save the whole run into a folder of checkpoints and return the new one's path; the main process writes.
@@ -382,7 +357,7 @@ class Trainer:
         progress = state.progress
         self.steps_done, self.position = state.steps_done, Position(progress["epoch"], progress["batch"])
         self._first.steps_done = self.steps_done
-        self._epoch_loss, self._best = tuple(progress["epoch_loss"]), dict(progress["best"])
+        self._epoch_loss, self._best = tuple(progress["epoch_loss"]), BestSoFar(progress["best"])
         self._scheduled_steps = progress["total_steps"]
         return remarks
 
@@ -413,7 +388,7 @@ class Trainer:
             "epoch": self.position.epoch,
             "batch": self.position.batch,
             "epoch_loss": [float(total), float(count)],
-            "best": self._best,
+            "best": self._best.memory,
             "total_steps": self.total_steps,
         }
         return take_state(self._assembly, progress, self._objects, self._facts())
@@ -522,6 +497,17 @@ def _announcing(assembly: Assembly, doing: str) -> Iterator[None]:
             error.add_note(failure.where)
             worker.transport.fail(failure)
         raise
+
+
+def _check_intervals(evaluate_every: int | None, best: Best | None, save_every: int | None, checkpoints: object) -> None:
+    """Raise `UsageError` where what `fit` is asked to do every so many steps cannot be done."""
+    if best is not None and evaluate_every is None:
+        raise UsageError(f"best={best!r} needs evaluations to compare; pass evaluate_every=, a number of steps")
+    for name, value in (("evaluate_every", evaluate_every), ("save_every", save_every)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name}={value!r} is not a whole number of steps, at least 1; leave it out for never")
+    if save_every is not None and checkpoints is None:
+        raise UsageError(f"save_every={save_every!r} needs a folder to save into; pass checkpoints=")
 
 
 def _after(position: Position) -> Position:
